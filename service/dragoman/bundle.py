@@ -1,0 +1,306 @@
+"""The bundle: the one contract between build time and run time.
+
+A bundle is a folder: ``manifest.json``, graphs, tokenizer files, golden sets. The manifest declares every other file
+with its size and SHA-256, and carries a checksum of itself, so that a missing, cut or altered file is found before any
+other library reads it. This module needs the standard library alone: the export writes with it, the service reads.
+
+It does not know what a graph means; ``engine/runner.py`` checks signatures against the sessions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dragoman.errors import BundleError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that a runner needs to allocate its buffers."""
+
+    d_model: int
+    num_heads: int
+    head_dim: int
+    encoder_layers: int
+    decoder_layers: int
+    source_vocab_size: int
+    target_vocab_size: int
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Target-side ids with a meaning. ``decoder_start`` is the first decoder input; ``never_generated`` is masked."""
+
+    eos: int
+    decoder_start: int
+    never_generated: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model accepts. Both counts are in tokens; the source's include its template."""
+
+    max_source_tokens: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class TokenizerEntry:
+    """One side's tokenizer: kind, file, vocabulary size, and the sequence template around the text's own tokens."""
+
+    kind: str
+    file: str
+    size: int
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tokenizers:
+    """Both sides, always apart; they may name the same file."""
+
+    source: TokenizerEntry
+    target: TokenizerEntry
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One graph input or output. A dimension is a number, or the name of a dynamic one."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One ONNX file, its signature, and how many of each fused node it holds."""
+
+    file: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    fused_nodes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class GraphSet:
+    """The graphs for one execution provider and precision, and the answers they must give."""
+
+    provider: str
+    precision: str
+    opset: int
+    encoder: Graph
+    decoder: Graph
+    golden: str
+    parity: dict[str, float]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file must be, byte for byte."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class GoldenCase:
+    """One line of a golden set: a source and the exact answer. Every step's best two logits are at least 0.1 apart."""
+
+    text: str
+    source: tuple[int, ...]
+    tokens: tuple[int, ...]
+    score: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known about a bundle before a graph is opened."""
+
+    format_version: int
+    name: str
+    version: str
+    created: str
+    model: ModelShape
+    special_ids: SpecialIds
+    limits: Limits
+    unknown_policy: str
+    tokenizers: Tokenizers
+    graphs: tuple[GraphSet, ...]
+    quality: dict[str, float | str]
+    provenance: dict[str, str | int | float]
+    files: dict[str, FileEntry] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Readable JSON with the checksum of everything else in it."""
+        data = dataclasses.asdict(self)
+        return json.dumps({**data, "checksum": _checksum(data)}, indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Raises BundleError: not JSON, of another format version, altered, or with wrong fields."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise BundleError(f"is not JSON: {error}") from error
+        if not isinstance(data, dict) or "format_version" not in data:
+            raise BundleError("has no format_version")
+        if data["format_version"] != FORMAT_VERSION:
+            raise BundleError(
+                f"has format_version {data['format_version']!r}; this version of dragoman reads {FORMAT_VERSION}: "
+                "export the checkpoint again"
+            )
+        checksum = data.pop("checksum", None)
+        if checksum != _checksum(data):
+            raise BundleError("does not match its own checksum: it was altered after the export")
+        manifest: Manifest = _parse(cls, data, "manifest")
+        return manifest
+
+
+@dataclass(frozen=True)
+class ModelBundle:
+    """A bundle on disk whose every byte has been checked."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def load(cls, path: Path) -> ModelBundle:
+        """Read the manifest and check every file. Raises BundleError naming the file at fault; opens no graph."""
+        manifest = load_manifest(path)
+        for name, entry in manifest.files.items():
+            _check_file(path / name, entry)
+        return cls(path, manifest)
+
+    def file(self, name: str) -> Path:
+        """The path of a declared file."""
+        return self.path / name
+
+    def read(self, name: str) -> bytes:
+        """The content of a declared file."""
+        return self.file(name).read_bytes()
+
+    def graph_set(self, provider: str, precision: str) -> GraphSet:
+        """The graphs for a provider and precision. Raises BundleError listing those that exist."""
+        for graphs in self.manifest.graphs:
+            if (graphs.provider, graphs.precision) == (provider, precision):
+                return graphs
+        have = ", ".join(f"{g.provider}/{g.precision}" for g in self.manifest.graphs)
+        raise BundleError(f"bundle {self.manifest.name!r} has no graphs for {provider}/{precision}; it has {have}")
+
+    def golden(self, graphs: GraphSet) -> Iterator[GoldenCase]:
+        """The golden set of a graph set."""
+        for number, line in enumerate(self.read(graphs.golden).splitlines(), start=1):
+            case: GoldenCase = _parse(GoldenCase, json.loads(line), f"{graphs.golden}:{number}")
+            yield case
+
+
+def load_manifest(path: Path) -> Manifest:
+    """Read a bundle's manifest alone. Raises BundleError naming the file."""
+    file = path / MANIFEST_NAME
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleError(f"cannot read {file}: {error}") from error
+    try:
+        manifest = Manifest.from_json(text)
+        _check_references(manifest)
+    except BundleError as error:
+        raise BundleError(f"{file} {error}") from error
+    return manifest
+
+
+def save_bundle(manifest: Manifest, files: Mapping[str, bytes], path: Path) -> ModelBundle:
+    """Write a bundle in one move: whoever looks at ``path`` sees nothing or all of it.
+
+    ``manifest.files`` is filled in here. Raises BundleError when ``path`` exists or a name is not a plain file name.
+    """
+    if path.exists():
+        raise BundleError(f"{path} exists already: choose another folder or remove it")
+    entries = {
+        name: FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        for name, content in sorted(files.items())
+    }
+    manifest = dataclasses.replace(manifest, files=entries)
+    _check_references(manifest)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        for name, content in {**files, MANIFEST_NAME: manifest.to_json().encode()}.items():
+            with (work / name).open("wb") as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())
+        work.chmod(0o755)
+        work.rename(path)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return ModelBundle.load(path)
+
+
+def _check_file(path: Path, entry: FileEntry) -> None:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"cannot read {path}: {error.strerror or error}") from error
+    if len(content) != entry.bytes:
+        raise BundleError(f"{path} has {len(content)} bytes; its manifest says {entry.bytes}: copy the bundle again")
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise BundleError(f"{path} is damaged: its SHA-256 differs from the manifest's: copy the bundle again")
+
+
+def _check_references(manifest: Manifest) -> None:
+    """Every file that is named is declared, and every declared name is a plain one inside the folder."""
+    for name in manifest.files:
+        if name != Path(name).name or name in ("", ".", "..", MANIFEST_NAME):
+            raise BundleError(f"declares {name!r}, which is no plain file name")
+    named = [manifest.tokenizers.source.file, manifest.tokenizers.target.file]
+    for graphs in manifest.graphs:
+        named += [graphs.encoder.file, graphs.decoder.file, graphs.golden]
+    missing = sorted(set(named) - set(manifest.files))
+    if missing:
+        raise BundleError(f"names files that it does not declare: {', '.join(missing)}")
+    if not manifest.graphs:
+        raise BundleError("declares no graphs")
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _parse(kind: Any, data: Any, where: str) -> Any:
+    """JSON data as the annotated type, strictly. Raises BundleError naming the place."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(data, dict):
+            raise BundleError(f"{where} must be an object, not {data!r}")
+        hints = typing.get_type_hints(kind)
+        if problems := sorted(set(hints) ^ set(data)):
+            raise BundleError(f"{where} has missing or unknown fields: {', '.join(problems)}")
+        return kind(**{name: _parse(hint, data[name], f"{where}.{name}") for name, hint in hints.items()})  # type: ignore[operator]  # is_dataclass does not narrow a type to a callable
+    if origin is tuple and isinstance(data, list):
+        return tuple(_parse(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin is dict and isinstance(data, dict):
+        return {key: _parse(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+    choices = arguments if origin is types.UnionType else (kind,)
+    if type(data) in choices:
+        return data
+    if type(data) is int and float in choices:
+        return float(data)
+    raise BundleError(f"{where} is {data!r}; it must be {' or '.join(getattr(c, '__name__', str(c)) for c in choices)}")

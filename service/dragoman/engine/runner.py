@@ -1,0 +1,153 @@
+"""Runs a bundle's graphs with ONNX Runtime on the CPU: the only file that imports it.
+
+``OrtModel`` holds the sessions, once a process; every replica has an ``OrtRunner`` of its own over them, with its own
+KV state and buffers. Inputs and outputs of a step are bound by address: a step copies and allocates nothing.
+
+Encoder graph: ``source`` (B, S) int64, ``source_lengths`` (B,) int32 -> per decoder layer ``cross_key_i``,
+``cross_value_i`` (B, H, S, Dh). Decoder graph: ``tokens`` (R,) int64, ``cached`` and ``source_lengths`` (R,) int32,
+``target_capacity`` and ``source_capacity`` (1,) int32, per layer ``past_key_i``, ``past_value_i`` (R, H, C, Dh),
+``cross_key_i``, ``cross_value_i`` (R, H, L, Dh) -> ``logits`` (R, V), ``present_key_i``, ``present_value_i``, which are
+bound to the same memory as the past. R rows are slots 0..R-1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from dragoman.bundle import Graph, GraphSet, ModelShape
+from dragoman.engine.kv import KvStore
+from dragoman.errors import BundleError
+from dragoman.types import FloatArray, IntArray, TokenIds
+
+# ORT would fuse these by itself, but on its CPU provider the fused node is several times slower than the two.
+DISABLED_OPTIMIZERS = ["SkipLayerNormFusion"]
+
+
+class OrtModel:
+    """The two sessions of a graph set. Sessions are thread-safe: replicas share them."""
+
+    def __init__(
+        self, shape: ModelShape, graphs: GraphSet, content: Callable[[str], bytes], num_threads: int = 1
+    ) -> None:
+        """``content`` gives a declared file's bytes.
+
+        Raises BundleError when a graph does not load or its signature is not the declared one.
+        """
+        self.shape = shape
+        self.encoder = _open(graphs.encoder, content(graphs.encoder.file), num_threads)
+        self.decoder = _open(graphs.decoder, content(graphs.decoder.file), num_threads)
+
+
+class OrtRunner:
+    """The rows of one replica. Implements ``dragoman.types.Runner``; used by one thread at a time."""
+
+    def __init__(self, model: OrtModel, num_slots: int, max_kv_cache_bytes: int) -> None:
+        self._model = model
+        self.kv = KvStore(model.shape, num_slots, max_kv_cache_bytes)
+        self._tokens: IntArray = np.zeros(num_slots, np.int64)
+        self._logits: FloatArray = np.zeros((num_slots, model.shape.target_vocab_size), np.float32)
+        self._capacities: dict[str, NDArray[np.int32]] = {}
+        self._bindings: dict[int, Any] = {}  # by number of rows
+        self._bound_generation = -1
+
+    @property
+    def num_slots(self) -> int:
+        return self.kv.num_slots
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.kv.num_bytes
+
+    def reserve(self, num_source_tokens: int, max_new_tokens: int) -> None:
+        self.kv.reserve(num_source_tokens, max_new_tokens)
+
+    def admit(self, sources: Sequence[TokenIds], slots: Sequence[int]) -> None:
+        lengths = np.array([len(source) for source in sources], np.int32)  # (B,)
+        batch = np.zeros((len(sources), int(lengths.max())), np.int64)  # (B, S)
+        for row, source in enumerate(sources):
+            batch[row, : len(source)] = source
+        outputs = self._model.encoder.run(None, {"source": batch, "source_lengths": lengths})
+        keys, values = outputs[0::2], outputs[1::2]  # per layer (B, H, S, Dh)
+        for row, slot in enumerate(slots):
+            self.kv.install(slot, [k[row] for k in keys], [v[row] for v in values], int(lengths[row]))
+
+    def decode(self, tokens: IntArray) -> FloatArray:
+        rows = len(tokens)
+        self._tokens[:rows] = tokens
+        self._model.decoder.run_with_iobinding(self._binding(rows))
+        self.kv.cached[:rows] += 1
+        return self._logits[:rows]
+
+    def move(self, source_slot: int, target_slot: int) -> None:
+        self.kv.move(source_slot, target_slot)
+
+    def _binding(self, rows: int) -> Any:
+        """All inputs and outputs of a step over so many rows, bound once and kept until the KV arrays are replaced."""
+        kv = self.kv
+        if self._bound_generation != kv.generation:
+            self._bindings.clear()
+            self._capacities = {
+                "target_capacity": np.array([kv.target_capacity], np.int32),
+                "source_capacity": np.array([kv.source_capacity], np.int32),
+            }
+            self._bound_generation = kv.generation
+        if rows not in self._bindings:
+            binding = self._model.decoder.io_binding()
+            per_row: dict[str, NDArray[Any]] = {
+                "tokens": self._tokens,
+                "cached": kv.cached,
+                "source_lengths": kv.source_lengths,
+            }
+            for layer in range(self._model.shape.decoder_layers):
+                per_row[f"past_key_{layer}"] = kv.self_keys[layer]
+                per_row[f"past_value_{layer}"] = kv.self_values[layer]
+                per_row[f"cross_key_{layer}"] = kv.cross_keys[layer]
+                per_row[f"cross_value_{layer}"] = kv.cross_values[layer]
+            for name, array in [*per_row.items(), *self._capacities.items()]:
+                shape = array.shape if name in self._capacities else (rows, *array.shape[1:])
+                binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
+            outputs: dict[str, NDArray[Any]] = {"logits": self._logits}
+            for layer in range(self._model.shape.decoder_layers):
+                outputs[f"present_key_{layer}"] = kv.self_keys[layer]
+                outputs[f"present_value_{layer}"] = kv.self_values[layer]
+            for name, array in outputs.items():
+                binding.bind_output(name, "cpu", 0, array.dtype.type, (rows, *array.shape[1:]), array.ctypes.data)
+            self._bindings[rows] = binding
+        return self._bindings[rows]
+
+
+def _open(graph: Graph, content: bytes, num_threads: int) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # The event loop shares the cores: a pool that spins between steps would steal its time.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        session = ort.InferenceSession(
+            content,
+            options,
+            providers=["CPUExecutionProvider"],
+            disabled_optimizers=DISABLED_OPTIMIZERS,
+        )
+    except Exception as error:  # ONNX Runtime raises many unrelated types
+        raise BundleError(f"{graph.file}: ONNX Runtime cannot open it: {error}") from error
+    for kind, declared, actual in (
+        ("input", graph.inputs, session.get_inputs()),
+        ("output", graph.outputs, session.get_outputs()),
+    ):
+        expected = [(spec.name, spec.dtype, spec.shape) for spec in declared]
+        found = list(_signature(actual))
+        if expected != found:
+            raise BundleError(f"{graph.file}: the manifest declares {kind}s {expected}, the graph has {found}")
+    return session
+
+
+def _signature(arguments: Iterable[Any]) -> Iterable[tuple[str, str, tuple[int | str, ...]]]:
+    for argument in arguments:
+        yield argument.name, argument.type.removeprefix("tensor(").removesuffix(")"), tuple(argument.shape)

@@ -1,0 +1,120 @@
+"""One bundle being served: verified, opened, self-tested, then running."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from dragoman.bundle import GoldenCase, GraphSet, Manifest, ModelBundle, TokenizerEntry
+from dragoman.config import EngineConfig
+from dragoman.engine.engine import Engine
+from dragoman.engine.replica import TokenRules, generate_all
+from dragoman.errors import BundleError, DragomanError
+from dragoman.pipeline import TextLimits, TextPipeline
+from dragoman.tokenizer import PlainVocabulary, SourceTokenizer, TargetTokenizer
+from dragoman.types import GenerationRequest, GenerationResult, Runner, StatsListener
+
+GOLDEN_SCORE_TOLERANCE = 1e-3
+"""Of a sum of log-probabilities, relative to 1 + its size: far above fp32 rounding, far below any change of weights."""
+
+
+class ServedModel:
+    """A model with its engine and pipeline. ``load`` blocks and may take seconds; everything else is quick."""
+
+    def __init__(self, bundle: ModelBundle, graphs: GraphSet, engine: Engine, pipeline: TextPipeline) -> None:
+        self.name = bundle.manifest.name
+        self.version = bundle.manifest.version
+        self.bundle = bundle
+        self.graphs = graphs
+        self.engine = engine
+        self.pipeline = pipeline
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        config: EngineConfig,
+        limits: TextLimits,
+        listener: StatsListener | None = None,
+        *,
+        provider: str = "cpu",
+        precision: str = "fp32",
+    ) -> ServedModel:
+        """Check every byte of a bundle, open its graphs, and replay its golden set, which is the warm-up too.
+
+        Raises BundleError naming the file at fault, before anything is served.
+        """
+        from dragoman.engine.runner import (
+            OrtModel,
+            OrtRunner,
+        )  # heavy, and not needed to use this class with another runner
+
+        bundle = ModelBundle.load(path)
+        graphs = bundle.graph_set(provider, precision)
+        source, target = load_tokenizers(bundle)
+        model = OrtModel(bundle.manifest.model, graphs, bundle.read, config.num_threads)
+        runners = [OrtRunner(model, config.num_slots, config.max_kv_cache_bytes) for _ in range(config.num_replicas)]
+        rules = token_rules(bundle.manifest)
+        for runner in runners:
+            replay_golden(runner, rules, list(bundle.golden(graphs)), config, graphs.golden)
+        engine = Engine(runners, rules, config, listener)
+        return cls(bundle, graphs, engine, TextPipeline(bundle.manifest, source, target, engine, limits))
+
+    def start(self) -> None:
+        """Start the engine on the running event loop."""
+        self.engine.start()
+
+    async def close(self) -> None:
+        """Stop the engine; requests that still wait or run end with NotReadyError."""
+        await self.engine.close()
+
+
+def token_rules(manifest: Manifest) -> TokenRules:
+    """The manifest's special ids as the engine wants them."""
+    ids = manifest.special_ids
+    return TokenRules(ids.decoder_start, ids.eos, ids.never_generated)
+
+
+def load_tokenizers(bundle: ModelBundle) -> tuple[SourceTokenizer, TargetTokenizer]:
+    """Both sides. Raises BundleError when a vocabulary's size is not the model's."""
+    manifest = bundle.manifest
+    sides = manifest.tokenizers
+    source = _vocabulary(bundle, sides.source, manifest.model.source_vocab_size)
+    target = _vocabulary(bundle, sides.target, manifest.model.target_vocab_size)
+    return (
+        SourceTokenizer(source, sides.source.start, sides.source.end, manifest.unknown_policy),
+        TargetTokenizer(target),
+    )
+
+
+def _vocabulary(bundle: ModelBundle, entry: TokenizerEntry, model_size: int) -> PlainVocabulary:
+    if entry.kind != "plain":
+        raise BundleError(f"{entry.file}: tokenizer kind is {entry.kind!r}; this version reads 'plain'")
+    vocabulary = PlainVocabulary.load(bundle.file(entry.file))
+    if not len(vocabulary.tokens) == entry.size == model_size:
+        raise BundleError(
+            f"{entry.file} has {len(vocabulary.tokens)} tokens, its entry says {entry.size}, the model has "
+            f"{model_size}: it belongs to another model"
+        )
+    return vocabulary
+
+
+def replay_golden(runner: Runner, rules: TokenRules, cases: list[GoldenCase], config: EngineConfig, name: str) -> None:
+    """Generate every golden case; raises BundleError at the first whose tokens or score differ."""
+    requests = [GenerationRequest(case.source, len(case.tokens) + 1, return_scores=True) for case in cases]
+    for case, outcome in zip(cases, generate_all(runner, rules, requests, config), strict=True):
+        problem = _difference(case, outcome)
+        if problem:
+            raise BundleError(f"{name}: this machine does not reproduce the golden answer to {case.text!r}: {problem}")
+
+
+def _difference(case: GoldenCase, outcome: GenerationResult | DragomanError) -> str | None:
+    if isinstance(outcome, DragomanError):
+        return str(outcome)
+    best = outcome.hypotheses[0]
+    if best.tokens != case.tokens:
+        return f"tokens {list(best.tokens)}, expected {list(case.tokens)}"
+    assert best.score is not None
+    if not math.isclose(best.score, case.score, abs_tol=GOLDEN_SCORE_TOLERANCE * (1 + abs(case.score))):
+        return f"score {best.score:.6f}, expected {case.score:.6f}"
+    return None

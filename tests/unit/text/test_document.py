@@ -1,0 +1,36 @@
+"""Layout survives: what is not a segment comes back as it was."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dragoman.document import join, split
+
+
+@pytest.mark.parametrize(
+    ("text", "segments"),
+    [
+        ("", []),
+        ("  \n\t\r\n\u00a0", []),
+        ("one", ["one"]),
+        ("Menu\n\nSoup\t4.50\r\n  Bread\n", ["Menu", "Soup\t4.50", "Bread"]),
+        ("a\u2028b\x85c\rd", ["a\u2028b\x85c\rd"]),
+    ],
+)
+def test_only_line_feeds_separate_segments(text, segments):
+    """Worked examples: LF and CRLF end a line, other separators do not; blanks around a line are not in a segment."""
+    assert [segment.text for segment in split(text)] == segments
+
+
+@given(st.text(st.sampled_from("ab \n\r\t\u00a0\u2028")))
+def test_splitting_and_joining_gives_the_text_back(text):
+    """Answers equal to the segments give the text, byte for byte; spans cut exactly the segments."""
+    segments = split(text)
+    assert join(text, segments, [s.text for s in segments]) == text
+    assert [text[s.start : s.end] for s in segments] == [s.text for s in segments]
+
+
+def test_answers_take_the_place_of_their_segments():
+    """Worked example with indentation, a blank line and both line ends."""
+    text = "  a\r\n\n b \n"
+    assert join(text, split(text), ["X", "YY"]) == "  X\r\n\n YY \n"

@@ -1,0 +1,154 @@
+"""One text through tokenizer, engine and back, over a scripted runner."""
+
+import asyncio
+import contextlib
+import math
+
+import pytest
+
+from dragoman.bundle import Limits
+from dragoman.config import EngineConfig
+from dragoman.errors import DragomanError, InvalidRequestError, OverloadedError, SourceTooLongError, UnsupportedError
+from dragoman.pipeline import TextLimits, TextResult
+from dragoman.testing import ScriptedRunner, copy_script, scripted_manifest, scripted_model
+from dragoman.types import DecodingOptions, FinishReason
+
+
+@contextlib.asynccontextmanager
+async def running(runner=None, **options):
+    runner = runner or ScriptedRunner()
+    model = scripted_model([runner], **options)
+    model.start()
+    try:
+        yield model.pipeline
+    finally:
+        await model.close()
+
+
+async def test_a_text_of_lines_keeps_its_layout():
+    """Every line is answered at its place, blanks and line ends stay, usage counts all lines."""
+    async with running() as pipeline:
+        result = await pipeline.generate("  abc\r\n\nde \n", DecodingOptions(return_scores=True))
+    assert result.text == "  abc\r\n\nde \n"
+    assert [(s.start, s.end, s.hypotheses[0].tokens) for s in result.segments] == [
+        (2, 5, ("a", "b", "c")),
+        (8, 10, ("d", "e")),
+    ]
+    assert (result.num_source_tokens, result.num_generated_tokens) == (7, 5)
+    scores = result.segments[0].hypotheses[0]
+    assert scores.score == pytest.approx(math.fsum(scores.token_scores)) and len(scores.token_scores) == 4
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n", "\t\r\n \u00a0"])
+async def test_blank_text_comes_back_without_a_run(text):
+    """Empty and blank texts are returned as they are and the model is never asked."""
+    runner = ScriptedRunner()
+    async with running(runner) as pipeline:
+        result = await pipeline.generate(text, DecodingOptions())
+    assert (result.text, result.segments) == (text, ())
+    assert runner.encoded == []
+
+
+async def test_a_stream_joins_to_the_unary_answer():
+    """The deltas of each segment, joined, are its text; the last item is the whole result."""
+    async with running() as pipeline:
+        items = [item async for item in pipeline.stream("abcdef\nxyz", DecodingOptions())]
+        unary = await pipeline.generate("abcdef\nxyz", DecodingOptions())
+    *updates, result = items
+    assert isinstance(result, TextResult) and result.text == unary.text == "abcdef\nxyz"
+    for index, segment in enumerate(result.segments):
+        assert "".join(u.delta for u in updates if u.segment == index) == segment.hypotheses[0].text
+    assert sum(u.result is not None for u in updates) == 2
+
+
+async def test_the_length_limit_is_told():
+    """max_new_tokens cuts with finish reason length; a larger one than the model's means the model's."""
+    endless = ScriptedRunner(lambda source, fed: [0.0] * 4 + [1.0] * 26)
+    async with running(endless) as pipeline:
+        short = (await pipeline.generate("ab", DecodingOptions(max_new_tokens=3))).segments[0].hypotheses[0]
+        capped = (await pipeline.generate("ab", DecodingOptions(max_new_tokens=500))).segments[0].hypotheses[0]
+    assert (short.text, short.finish_reason) == ("aaa", FinishReason.LENGTH)
+    assert (len(capped.tokens), capped.finish_reason) == (64, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("a" * 64, SourceTooLongError, "65 tokens, end token included; this model accepts 64"),
+        ("a" * 101, SourceTooLongError, "101 bytes; this server accepts 100"),
+        ("a\n" * 6, SourceTooLongError, "6 lines; this server accepts 5"),
+        ("ab\ncD", InvalidRequestError, r"'D' \(U\+0044\)"),
+        ("ok\ud800end", InvalidRequestError, r"lone surrogate U\+D800 at character 2"),
+        ("a\x00b", InvalidRequestError, r"U\+0000"),
+    ],
+)
+async def test_bad_text_is_refused_before_the_model(text, error, message):
+    """Each refusal names value and limit, and nothing of the text reaches the model."""
+    runner = ScriptedRunner()
+    async with running(runner, limits=TextLimits(max_text_bytes=100, max_segments=5)) as pipeline:
+        with pytest.raises(error, match=message):
+            await pipeline.generate(text, DecodingOptions())
+        assert (await pipeline.generate("a" * 63, DecodingOptions())).text == "a" * 63
+    assert len(runner.encoded) == 1
+
+
+async def test_a_text_is_refused_whole_when_the_queue_is_full_half_way():
+    """If the second line finds no place the first one's work is cancelled and the text fails."""
+    model = scripted_model([ScriptedRunner()], EngineConfig(max_waiting=2))
+    model.start()
+    with pytest.raises(OverloadedError):
+        await model.pipeline.generate("a\nb\nc\nd\ne\nf", DecodingOptions())
+    await model.engine.drained()
+    assert (await model.pipeline.generate("abc", DecodingOptions())).text == "abc"
+    await model.close()
+
+
+async def test_one_failing_line_fails_the_text():
+    """A NaN in one line's scores is that text's error; another text is served."""
+
+    def script(source, fed):
+        return [math.nan] * 30 if source[0] == 25 else copy_script(source, fed)
+
+    async with running(ScriptedRunner(script)) as pipeline:
+        bad, good = await asyncio.gather(
+            pipeline.generate("ab\nvw", DecodingOptions()),
+            pipeline.generate("cd\nef", DecodingOptions()),
+            return_exceptions=True,
+        )
+    assert isinstance(bad, DragomanError) and good.text == "cd\nef"
+
+
+async def test_closing_the_stream_cancels_the_work():
+    """Whoever stops reading frees the slots."""
+    endless = ScriptedRunner(lambda source, fed: [0.0] * 4 + [1.0] * 26)
+    manifest = scripted_manifest(limits=Limits(64, 10_000_000))
+    model = scripted_model([endless], manifest=manifest)
+    model.start()
+    stream = model.pipeline.stream("ab\ncd", DecodingOptions())
+    await anext(stream)
+    await stream.aclose()
+    await model.engine.drained()
+    assert model.engine.snapshot().slots_used == 0
+    await model.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "name"),
+    [
+        ({"max_new_tokens": 0}, InvalidRequestError, "max_new_tokens"),
+        ({"max_new_tokens": -5}, InvalidRequestError, "max_new_tokens"),
+        ({"max_new_tokens": 2**31 - 1}, InvalidRequestError, "max_new_tokens"),
+        ({"beam_size": 0}, InvalidRequestError, "beam_size"),
+        ({"beam_size": 10_000}, InvalidRequestError, "beam_size"),
+        ({"num_hypotheses": 2}, InvalidRequestError, "num_hypotheses"),
+        ({"length_penalty": math.inf}, InvalidRequestError, "length_penalty"),
+        ({"temperature": math.nan}, InvalidRequestError, "temperature"),
+        ({"temperature": -1.0}, InvalidRequestError, "temperature"),
+        ({"beam_size": 4}, UnsupportedError, "beam_size"),
+        ({"temperature": 0.7}, UnsupportedError, "temperature"),
+    ],
+)
+def test_a_bad_option_is_named(options, error, name):
+    """Values that nobody could honour are invalid; sensible ones that are not implemented are unsupported."""
+    with pytest.raises(error, match=name):
+        DecodingOptions(**options)
