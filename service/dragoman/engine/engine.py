@@ -34,9 +34,6 @@ from dragoman.types import (
 
 logger = logging.getLogger(__name__)
 
-CLOCK_SLACK_SECONDS = 0.05
-"""How much earlier than the server's a caller's clock may say that a deadline has passed."""
-
 
 class Stream:
     """One request's answer as it grows. An async iterator; lives on the event loop.
@@ -161,9 +158,6 @@ class Engine:
         self._end_all(NotReadyError("the server stopped before this request was done"))
 
     def _cancel(self, sequence: Sequence) -> None:
-        deadline = sequence.request.deadline
-        if deadline is not None and time.monotonic() >= deadline - CLOCK_SLACK_SECONDS:
-            return  # its caller hung up because of the deadline, which ends it now anyway and is the true reason
         sequence.cancel()
         self._queue.cancelled()
 

@@ -11,6 +11,9 @@ from enum import Enum
 from dragoman.errors import DeadlineError, RequestCancelledError, RequestError
 from dragoman.types import FinishReason, GenerationRequest, GenerationResult, HypothesisResult, RequestStats, Timing
 
+CLOCK_SLACK_SECONDS = 0.05
+"""How much earlier than this process a caller's clock may say that a deadline has passed."""
+
 
 class Status(Enum):
     """Where a sequence is. It goes forward only, and every sequence ends FINISHED exactly once."""
@@ -57,13 +60,13 @@ class Sequence:
 
     def interruption(self, now: float) -> RequestError | None:
         """Why this sequence must not go on, if there is a reason."""
-        if self.cancelled:
-            return RequestCancelledError("the request was cancelled")
         deadline = self.request.deadline
-        if deadline is not None and now >= deadline:
+        # A caller hangs up when its deadline passes, by its own clock: then the deadline is the true reason.
+        slack = CLOCK_SLACK_SECONDS if self.cancelled else 0.0
+        if deadline is not None and now >= deadline - slack:
             phase = "in the queue" if self.status is Status.WAITING else "while decoding"
             return DeadlineError(f"the deadline passed {phase}, {now - self.arrived:.3f} s after the request arrived")
-        return None
+        return RequestCancelledError("the request was cancelled") if self.cancelled else None
 
     def result(self, now: float) -> GenerationResult:
         """The end of a sequence all of whose hypotheses are finished."""

@@ -1,4 +1,4 @@
-"""The engine as its callers see it, over a scripted runner: who is served, how each ends, and that nobody feels another."""
+"""The engine as its callers see it, over a scripted runner: how each request ends, and that nobody feels another."""
 
 import asyncio
 import random

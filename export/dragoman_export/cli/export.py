@@ -1,0 +1,92 @@
+"""``dragoman export RUN --out BUNDLE``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+SUMMARY = "turn a checkpoint into a verified ONNX bundle"
+EXTRA = "export"
+
+DESCRIPTION = """\
+Traces the checkpoint's encoder and decoder to ONNX with fused attention, counts the fused nodes, compares logits and
+greedy output with PyTorch on the given sources, and writes the bundle. If any check fails nothing is written.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("checkpoint", type=Path, metavar="RUN", help="a run (its best checkpoint) or one checkpoint")
+    parser.add_argument("--out", type=Path, required=True, metavar="BUNDLE", help="the folder to make; must not exist")
+    parser.add_argument("--name", help="the model's name in the service (default: the name of the folder)")
+    parser.add_argument("--model-version", default="1", help="the model's version in the service (default: 1)")
+    parser.add_argument(
+        "--sources", type=Path, required=True, metavar="FILE", help="dev sources to compare with PyTorch on, one a line"
+    )
+    parser.add_argument(
+        "--quality", type=Path, metavar="JSON", help="figures of `dragoman evaluate --json` for the manifest"
+    )
+    parser.add_argument("--notice", type=Path, metavar="FILE", help="a licence notice to carry in the bundle")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dragoman.errors import DragomanError
+    from dragoman_export.errors import ExportError
+    from dragoman_training.errors import TrainingError
+
+    try:
+        _export(args)
+    except (ExportError, DragomanError, TrainingError, OSError) as error:
+        print(f"dragoman export: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _export(args: argparse.Namespace) -> None:
+    from dragoman_export.errors import ExportError
+    from dragoman_export.exporter import export
+    from dragoman_training.checkpoint import load_model
+    from dragoman_training.data import read_lines
+
+    if args.out.exists():
+        raise ExportError(f"{args.out} exists already: choose another folder or remove it")
+    checkpoint = load_model(args.checkpoint)
+    result = export(
+        checkpoint,
+        read_lines(args.sources),
+        args.out,
+        name=args.name or args.out.name,
+        version=args.model_version,
+        quality=_quality(args.quality) if args.quality else None,
+        notice=args.notice.read_bytes() if args.notice else None,
+    )
+    manifest = result.bundle.manifest
+    graphs = manifest.graphs[0]
+    size = sum(entry.bytes for entry in manifest.files.values())
+    for graph in (graphs.encoder, graphs.decoder):
+        counts = ", ".join(f"{count} {name}" for name, count in graph.fused_nodes.items())
+        print(f"{graph.file}: {counts}, as the model requires")
+    parity = result.parity
+    print(f"logits: at most {parity.max_logit_difference:.2g} from PyTorch's, at every step of ragged batches")
+    print(f"greedy: {parity.num_greedy_sources} sources, tokens equal to PyTorch's, {len(parity.ties)} ties")
+    for tie in parity.ties:
+        print(f"  tie: source {tie.source}, token {tie.step}, logits {tie.gap:.2g} apart")
+    print(f"golden set: {result.num_golden_cases} sources")
+    print(f"{args.out}: {manifest.name} version {manifest.version}, {size / 1e6:.2f} MB")
+
+
+def _quality(path: Path) -> dict[str, float | str]:
+    """The numbers and strings of a flat JSON object. Raises ExportError."""
+    from dragoman_export.errors import ExportError
+
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ExportError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ExportError(f"{path} holds no JSON object: give a file that `dragoman evaluate --json` wrote")
+    return {key: float(v) if isinstance(v, int) else v for key, v in data.items() if isinstance(v, int | float | str)}

@@ -1,0 +1,159 @@
+"""Checkpoint to bundle: load -> trace -> verify -> save. Nothing is written unless every check has passed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import torch
+
+import dragoman
+from dragoman.bundle import (
+    FORMAT_VERSION,
+    GoldenCase,
+    GraphSet,
+    Limits,
+    Manifest,
+    ModelBundle,
+    ModelShape,
+    SpecialIds,
+    TokenizerEntry,
+    Tokenizers,
+    save_bundle,
+)
+from dragoman.engine.runner import OrtModel, OrtRunner
+from dragoman.errors import InvalidRequestError
+from dragoman.served_model import token_rules
+from dragoman.tokenizer import PlainVocabulary, SourceTokenizer
+from dragoman_export.errors import ExportError
+from dragoman_export.graphs import DecoderGraph, EncoderGraph
+from dragoman_export.trace import OPSET, trace
+from dragoman_export.verify import Parity, golden_set, verify
+from dragoman_training.attention import TorchAttention
+from dragoman_training.checkpoint import LoadedCheckpoint
+from dragoman_training.data import encode_source
+
+ENCODER_FILE, DECODER_FILE = "encoder.cpu.fp32.onnx", "decoder.cpu.fp32.onnx"
+SOURCE_TOKENIZER_FILE, TARGET_TOKENIZER_FILE = "source.tokenizer.json", "target.tokenizer.json"
+GOLDEN_FILE = "golden.cpu.fp32.jsonl"
+UNKNOWN_POLICY = "refuse"
+VERIFY_SLOTS = 32
+VERIFY_KV_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """The saved bundle and what its verification found."""
+
+    bundle: ModelBundle
+    parity: Parity
+    num_golden_cases: int
+
+
+def export(
+    checkpoint: LoadedCheckpoint,
+    texts: Sequence[str],
+    out: Path,
+    *,
+    name: str,
+    version: str,
+    quality: Mapping[str, float | str] | None = None,
+    notice: bytes | None = None,
+) -> ExportResult:
+    """Export for the CPU in fp32. ``texts`` (dev sources) are what the comparison with PyTorch runs on.
+
+    Raises ExportError when a check fails, BundleError when ``out`` exists.
+    """
+    tokenizer = SourceTokenizer(
+        PlainVocabulary.load(checkpoint.folder / SOURCE_TOKENIZER_FILE), (), (checkpoint.special.eos,), UNKNOWN_POLICY
+    )
+    sources = [_encode(checkpoint, tokenizer, text) for text in texts]
+    if not sources:
+        raise ExportError("no source to compare with PyTorch on: give the dev sources")
+    model = checkpoint.model.eval()
+    encoder = trace(EncoderGraph(model), ENCODER_FILE)
+    decoder = trace(DecoderGraph(model), DECODER_FILE)
+    model.use_attention(TorchAttention())
+
+    graphs = GraphSet("cpu", "fp32", OPSET, encoder.declaration, decoder.declaration, GOLDEN_FILE, {})
+    manifest = _manifest(checkpoint, graphs, name, version, quality)
+    files = {
+        ENCODER_FILE: encoder.content,
+        DECODER_FILE: decoder.content,
+        **{name: (checkpoint.folder / name).read_bytes() for name in (SOURCE_TOKENIZER_FILE, TARGET_TOKENIZER_FILE)},
+    }
+    runner = OrtRunner(OrtModel(manifest.model, graphs, files.__getitem__), VERIFY_SLOTS, VERIFY_KV_CACHE_BYTES)
+    rules = token_rules(manifest)
+    parity, references = verify(model, runner, rules, sources, manifest.limits.max_new_tokens)
+    golden = golden_set(model, rules, texts, sources, references)
+    files[GOLDEN_FILE] = _golden_lines(golden)
+    if notice is not None:
+        files["NOTICE"] = notice
+    graphs = dataclasses.replace(graphs, parity=parity.figures())
+    bundle = save_bundle(dataclasses.replace(manifest, graphs=(graphs,)), files, out)
+    return ExportResult(bundle, parity, len(golden))
+
+
+def _encode(checkpoint: LoadedCheckpoint, tokenizer: SourceTokenizer, text: str) -> tuple[int, ...]:
+    """A text as the service will encode it. Raises ExportError unless training encodes it just so."""
+    try:
+        source = tokenizer.encode(text)
+    except InvalidRequestError as error:
+        raise ExportError(f"source {text!r} is none that the model accepts: {error}") from error
+    if list(source) != encode_source(checkpoint.source_tokenizer, text):
+        raise ExportError(f"the service encodes {text!r} as {list(source)}, training does not: the tokenizers differ")
+    if len(source) > checkpoint.max_source_tokens:
+        raise ExportError(f"source {text!r} has {len(source)} tokens; the model accepts {checkpoint.max_source_tokens}")
+    return source
+
+
+def _manifest(
+    checkpoint: LoadedCheckpoint, graphs: GraphSet, name: str, version: str, quality: Mapping[str, float | str] | None
+) -> Manifest:
+    config, special = checkpoint.model.config, checkpoint.special
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        name=name,
+        version=version,
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        model=ModelShape(
+            d_model=config.d_model,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            encoder_layers=config.encoder_layers,
+            decoder_layers=config.decoder_layers,
+            source_vocab_size=config.source_vocab_size,
+            target_vocab_size=config.target_vocab_size,
+        ),
+        special_ids=SpecialIds(special.eos, special.decoder_start, special.never_produced),
+        limits=Limits(checkpoint.max_source_tokens, checkpoint.max_target_tokens),
+        unknown_policy=UNKNOWN_POLICY,
+        tokenizers=Tokenizers(
+            source=TokenizerEntry("plain", SOURCE_TOKENIZER_FILE, config.source_vocab_size, (), (special.eos,)),
+            target=TokenizerEntry(
+                "plain", TARGET_TOKENIZER_FILE, config.target_vocab_size, (special.decoder_start,), (special.eos,)
+            ),
+        ),
+        graphs=(graphs,),
+        quality=dict(quality) if quality else {"status": "unmeasured"},
+        provenance={
+            "checkpoint": checkpoint.folder.name,
+            "training": json.dumps(checkpoint.record["training"], sort_keys=True),
+            "data": json.dumps(checkpoint.record["data"], sort_keys=True),
+            "dragoman": dragoman.__version__,
+            "torch": torch.__version__,
+            "onnx": onnx.__version__,
+            "onnxruntime": onnxruntime.__version__,
+            "num_parameters": sum(p.numel() for p in checkpoint.model.parameters()),
+        },
+    )
+
+
+def _golden_lines(cases: Sequence[GoldenCase]) -> bytes:
+    return "".join(json.dumps(dataclasses.asdict(case), ensure_ascii=False) + "\n" for case in cases).encode()

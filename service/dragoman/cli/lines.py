@@ -1,0 +1,162 @@
+"""Lines in, lines out: many in work at once, answers in order, nothing lost or added."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import queue
+import sys
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+from dragoman.errors import ConfigError, InvalidRequestError, OverloadedError, RequestError, RowError
+
+if TYPE_CHECKING:  # heavy
+    from dragoman.pipeline import TextResult
+
+_WINDOW: Final = 128
+"""Lines in work at once: enough to fill an engine, and a bound on what is held in memory."""
+
+_OVERLOAD_TRIES: Final = 30
+"""How often a line is offered to a server that is full, at the server's own pace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of input: its text or why it has none, and the line end to write behind its answer."""
+
+    name: str
+    text: str | InvalidRequestError
+    end: bytes
+
+
+async def lines_of_arguments(texts: list[str]) -> AsyncGenerator[Line]:
+    """One line a text, whatever is in it."""
+    for number, text in enumerate(texts, start=1):
+        yield Line(f"text {number}", text, b"\n")
+
+
+async def lines_of_file(file: BinaryIO) -> AsyncGenerator[Line]:
+    """A file's lines, read as they are taken. Raises ConfigError when it cannot be read."""
+    number = 0
+    async for raw in _read_lines(file):
+        number += 1
+        content = raw.removesuffix(b"\n").removesuffix(b"\r") if raw.endswith(b"\n") else raw
+        text: str | InvalidRequestError
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            text = InvalidRequestError(f"byte {error.start + 1} of the line is no UTF-8: {error.reason}")
+        yield Line(f"line {number}", text, raw[len(content) :])
+
+
+async def _read_lines(file: BinaryIO) -> AsyncGenerator[bytes]:
+    """The file's lines, read in a thread: a pipe may be silent for long, and answers go on meanwhile.
+
+    The thread is a daemon, because nothing can wake it from a read when the job stops early.
+    """
+    loop = asyncio.get_running_loop()
+    news = asyncio.Event()
+    ahead: queue.Queue[bytes | OSError] = queue.Queue(_WINDOW)
+
+    def read() -> None:
+        try:
+            while True:
+                line: bytes | OSError
+                try:
+                    line = file.readline()
+                except OSError as error:
+                    line = error
+                ahead.put(line)
+                loop.call_soon_threadsafe(news.set)
+                if not line or isinstance(line, OSError):
+                    return
+        except RuntimeError:  # the event loop is closed: nobody wants lines any more
+            return
+
+    threading.Thread(target=read, name="stdin", daemon=True).start()
+    while True:
+        await news.wait()
+        news.clear()
+        while not ahead.empty():
+            line = ahead.get_nowait()
+            if isinstance(line, OSError):
+                raise ConfigError(f"cannot read the input: {line.strerror or line}") from line
+            if not line:
+                return
+            yield line
+
+
+async def answer_lines(
+    lines: AsyncGenerator[Line],
+    generate: Callable[[str], Awaitable[TextResult]],
+    out: BinaryIO,
+    *,
+    as_json: bool,
+    stop: bool,
+) -> int:
+    """Answer lines, many at once, and write the answers in order. Returns the exit status.
+
+    A line that is refused is told on stderr; the job then stops, or goes on with an empty answer. Other errors are
+    raised.
+    """
+    work: asyncio.Queue[tuple[Line, asyncio.Task[TextResult]] | None] = asyncio.Queue()
+    window = asyncio.Semaphore(_WINDOW)
+
+    async def read() -> None:
+        try:
+            async with aclosing(lines):
+                async for line in lines:
+                    await window.acquire()
+                    work.put_nowait((line, asyncio.create_task(_answer(line, generate))))
+        finally:
+            work.put_nowait(None)
+
+    reader = asyncio.create_task(read())
+    status = 0
+    try:
+        while (item := await work.get()) is not None:
+            line, task = item
+            try:
+                result = await task
+                answer = _json(dataclasses.asdict(result)) if as_json else result.text
+            except (RequestError, RowError) as error:
+                status = 1
+                print(f"dragoman generate: {line.name}: {error}", file=sys.stderr)
+                if stop:
+                    return status
+                answer = _json({"error": {"code": error.code, "message": str(error)}}) if as_json else ""
+            out.write(answer.encode("utf-8") + line.end)
+            window.release()
+            if work.empty():
+                out.flush()
+        await reader  # raises what stopped it
+        return status
+    finally:
+        left: list[asyncio.Task[Any]] = [reader]
+        while not work.empty():
+            if (item := work.get_nowait()) is not None:
+                left.append(item[1])
+        for unfinished in left:
+            unfinished.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        out.flush()
+
+
+async def _answer(line: Line, generate: Callable[[str], Awaitable[TextResult]]) -> TextResult:
+    if isinstance(line.text, InvalidRequestError):
+        raise line.text
+    for _ in range(_OVERLOAD_TRIES):
+        try:
+            return await generate(line.text)
+        except OverloadedError as error:  # a job can wait for its turn
+            await asyncio.sleep(error.retry_after_seconds)
+    return await generate(line.text)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,229 @@
+"""The typed client: text in, dataclasses out, errors as ``dragoman.errors``. ``AsyncClient``, and ``Client``.
+
+Both speak without encryption. A call without ``timeout`` (seconds) waits as long as the server does. Proxies that the
+environment names are not used: a target is dialled directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Final, Self
+
+import grpc
+
+from dragoman.errors import DragomanError, InvalidRequestError
+from dragoman.pipeline import TextResult, TextUpdate
+from dragoman.servicers import wire
+from dragoman.servicers.status import error_of, error_of_rpc
+from dragoman.types import DecodingOptions
+from dragoman.v1 import generation_pb2 as pb
+from dragoman.v1.generation_pb2_grpc import GenerationServiceStub
+
+_OPTIONS: Final = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.enable_http_proxy", 0),
+    # A dead server is found within 40 s of silence. No pings without calls: servers may resent them.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+_GREEDY: Final = DecodingOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class ServedResult(TextResult):
+    """An answer, and who gave it."""
+
+    model: str
+    version: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a served model is and accepts."""
+
+    model: str
+    version: str
+    created: datetime
+    checksum: str
+    precision: str
+    provider: str
+    max_source_tokens: int
+    max_new_tokens: int
+    max_text_bytes: int
+    max_segments: int
+    unknown_policy: str
+    quality: dict[str, str]
+
+
+class AsyncClient:
+    """Calls one server from one event loop. Any number of calls may run together. Every method raises DragomanError."""
+
+    def __init__(self, target: str, *, model: str = "", version: str = "") -> None:
+        """``target`` is ``HOST:PORT``; nothing is dialled before the first call. No model: the server's default."""
+        self._model, self._version = model, version
+        self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+        self._stub: Any = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated code
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what runs and hang up."""
+        await self._channel.close(None)
+
+    async def generate(
+        self, text: str, options: DecodingOptions = _GREEDY, *, request_id: str = "", timeout: float | None = None
+    ) -> ServedResult:
+        """The answer to one text. Cancelling the task cancels the work on the server."""
+        request = _request(text, options, request_id, self._model, self._version)
+        with _dragoman_errors():
+            return _result(await self._stub.Generate(request, timeout=timeout))
+
+    async def stream(
+        self, text: str, options: DecodingOptions = _GREEDY, *, request_id: str = "", timeout: float | None = None
+    ) -> AsyncGenerator[TextUpdate | ServedResult]:
+        """The answer piece by piece; the whole of it last. Closing the generator cancels the work on the server."""
+        call = self._stub.StreamGenerate(
+            _request(text, options, request_id, self._model, self._version), timeout=timeout
+        )
+        try:
+            with _dragoman_errors():
+                async for message in call:
+                    yield _item(message)
+        finally:
+            call.cancel()
+
+    async def batch(
+        self, texts: Sequence[str], options: DecodingOptions = _GREEDY, *, timeout: float | None = None
+    ) -> list[ServedResult | DragomanError]:
+        """The answers to many texts, in order; a text that failed alone has its error in its place."""
+        request = _batch_request(texts, options, self._model, self._version)
+        with _dragoman_errors():
+            return _batch_results(await self._stub.BatchGenerate(request, timeout=timeout))
+
+    async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
+        """What the model is."""
+        request = pb.GetModelRequest(model=self._model, version=self._version)
+        with _dragoman_errors():
+            return _model_info(await self._stub.GetModel(request, timeout=timeout))
+
+
+class Client:
+    """``AsyncClient`` for code without an event loop. Any number of threads may share it."""
+
+    def __init__(self, target: str, *, model: str = "", version: str = "") -> None:
+        """``target`` is ``HOST:PORT``; nothing is dialled before the first call. No model: the server's default."""
+        self._model, self._version = model, version
+        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+        self._stub: Any = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what runs and hang up."""
+        self._channel.close()
+
+    def generate(
+        self, text: str, options: DecodingOptions = _GREEDY, *, request_id: str = "", timeout: float | None = None
+    ) -> ServedResult:
+        """As ``AsyncClient.generate``."""
+        request = _request(text, options, request_id, self._model, self._version)
+        with _dragoman_errors():
+            return _result(self._stub.Generate(request, timeout=timeout))
+
+    def stream(
+        self, text: str, options: DecodingOptions = _GREEDY, *, request_id: str = "", timeout: float | None = None
+    ) -> Iterator[TextUpdate | ServedResult]:
+        """As ``AsyncClient.stream``."""
+        call = self._stub.StreamGenerate(
+            _request(text, options, request_id, self._model, self._version), timeout=timeout
+        )
+        try:
+            with _dragoman_errors():
+                for message in call:
+                    yield _item(message)
+        finally:
+            call.cancel()
+
+    def batch(
+        self, texts: Sequence[str], options: DecodingOptions = _GREEDY, *, timeout: float | None = None
+    ) -> list[ServedResult | DragomanError]:
+        """As ``AsyncClient.batch``."""
+        request = _batch_request(texts, options, self._model, self._version)
+        with _dragoman_errors():
+            return _batch_results(self._stub.BatchGenerate(request, timeout=timeout))
+
+    def model_info(self, *, timeout: float | None = None) -> ModelInfo:
+        """As ``AsyncClient.model_info``."""
+        request = pb.GetModelRequest(model=self._model, version=self._version)
+        with _dragoman_errors():
+            return _model_info(self._stub.GetModel(request, timeout=timeout))
+
+
+@contextmanager
+def _dragoman_errors() -> Generator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        call: Any = error  # a failed call is its own error, with code, details and trailing metadata
+        raise error_of_rpc(call.code(), call.details() or "", call.trailing_metadata() or ()) from error
+
+
+def _request(text: str, options: DecodingOptions, request_id: str, model: str, version: str) -> pb.GenerateRequest:
+    try:
+        return pb.GenerateRequest(
+            model=model, version=version, text=text, options=wire.options_to_wire(options), request_id=request_id
+        )
+    except (UnicodeError, ValueError) as error:
+        raise InvalidRequestError(f"the request is no valid Unicode: {error}") from error
+
+
+def _batch_request(texts: Sequence[str], options: DecodingOptions, model: str, version: str) -> pb.BatchGenerateRequest:
+    return pb.BatchGenerateRequest(requests=[_request(text, options, "", model, version) for text in texts])
+
+
+def _result(message: pb.GenerateResponse) -> ServedResult:
+    result = wire.result_from_wire(message)
+    values = {field.name: getattr(result, field.name) for field in fields(result)}
+    return ServedResult(**values, model=message.model, version=message.version, request_id=message.request_id)
+
+
+def _item(message: pb.StreamGenerateResponse) -> TextUpdate | ServedResult:
+    return _result(message.response) if message.HasField("response") else wire.update_from_wire(message)
+
+
+def _batch_results(message: pb.BatchGenerateResponse) -> list[ServedResult | DragomanError]:
+    return [_result(item.response) if item.HasField("response") else error_of(item.error) for item in message.items]
+
+
+def _model_info(message: pb.GetModelResponse) -> ModelInfo:
+    return ModelInfo(
+        model=message.model,
+        version=message.version,
+        created=message.created.ToDatetime(UTC),
+        checksum=message.checksum,
+        precision=message.precision,
+        provider=message.provider,
+        max_source_tokens=message.limits.max_source_tokens,
+        max_new_tokens=message.limits.max_new_tokens,
+        max_text_bytes=message.limits.max_text_bytes,
+        max_segments=message.limits.max_segments,
+        unknown_policy=message.unknown_policy,
+        quality=dict(message.quality),
+    )

@@ -1,0 +1,181 @@
+"""``dragoman.v1.GenerationService``: find the model, check the options, run the pipeline, count the outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Final
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from dragoman.config import ServerConfig
+from dragoman.errors import (
+    BundleError,
+    ConfigError,
+    DragomanError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    UnsupportedError,
+)
+from dragoman.metrics import OTHER, ServerMetrics
+from dragoman.pipeline import TextUpdate
+from dragoman.served_model import ServedModel
+from dragoman.servicers import wire
+from dragoman.servicers.rpc import Call, Method
+from dragoman.servicers.status import status_of
+from dragoman.v1 import generation_pb2 as pb
+
+SERVICE: Final = "dragoman.v1.GenerationService"
+
+_BATCH_WINDOW: Final = 128
+"""Items of one batch that are in the engine together: enough to fill it, too few for a batch to fill the queue."""
+
+
+class ModelTable:
+    """The served models by name and version. The first is the default; of one name, the first is the newest."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        """Raises ConfigError for no model or two alike."""
+        if not models:
+            raise ConfigError("there is no model to serve")
+        names = [f"{model.name} version {model.version}" for model in models]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"two models have the same name and version: {', '.join(names)}")
+        self._models = tuple(models)
+        self._names = ", ".join(names)
+
+    def find(self, name: str, version: str) -> ServedModel:
+        """The model for a request; empty means any. Raises ModelNotFoundError listing what there is."""
+        for model in self._models:
+            if name in ("", model.name) and version in ("", model.version):
+                return model
+        wanted = f"model {name[:100]!r}" + (f" version {version[:100]!r}" if version else "")
+        raise ModelNotFoundError(f"no {wanted} is served; there is {self._names}")
+
+
+class GenerationServicer:
+    """The service's four methods."""
+
+    def __init__(self, models: Sequence[ServedModel], config: ServerConfig, metrics: ServerMetrics) -> None:
+        """Raises ConfigError and BundleError for models that cannot be served together or described."""
+        self._table = ModelTable(models)
+        self._descriptions = {model: _describe(model, config) for model in models}
+        self._config = config
+        self._metrics = metrics
+
+    def methods(self) -> tuple[Method, ...]:
+        """The RPCs of the service."""
+        return (
+            Method(SERVICE, "Generate", pb.GenerateRequest, self._generate, generates=True),
+            Method(SERVICE, "StreamGenerate", pb.GenerateRequest, self._stream, stream_reply=True, generates=True),
+            Method(SERVICE, "BatchGenerate", pb.BatchGenerateRequest, self._batch, generates=True),
+            Method(SERVICE, "GetModel", pb.GetModelRequest, self._get_model),
+        )
+
+    async def _generate(self, request: pb.GenerateRequest, call: Call) -> AsyncGenerator[pb.GenerateResponse]:
+        yield await self._answer_whole(request, call)
+
+    async def _stream(self, request: pb.GenerateRequest, call: Call) -> AsyncGenerator[pb.StreamGenerateResponse]:
+        async with aclosing(self._answer(request, call)) as items:
+            async for item in items:
+                if isinstance(item, TextUpdate):
+                    yield wire.update_to_wire(item)
+                else:
+                    yield pb.StreamGenerateResponse(response=item)
+
+    async def _batch(self, request: pb.BatchGenerateRequest, call: Call) -> AsyncGenerator[pb.BatchGenerateResponse]:
+        num_items, limit = len(request.requests), self._config.max_batch_items
+        if num_items > limit:
+            self._metrics.request_finished(OTHER, call.method, InvalidRequestError.code, 0.0)
+            raise InvalidRequestError(f"the batch has {num_items} items; this server accepts {limit}: split it")
+        window = asyncio.Semaphore(_BATCH_WINDOW)
+        async with asyncio.TaskGroup() as group:  # a cancelled call cancels them all
+            tasks = [group.create_task(self._batch_item(item, call, window)) for item in request.requests]
+        yield pb.BatchGenerateResponse(items=[task.result() for task in tasks])
+
+    async def _batch_item(self, request: pb.GenerateRequest, call: Call, window: asyncio.Semaphore) -> pb.BatchItem:
+        async with window:
+            try:
+                return pb.BatchItem(response=await self._answer_whole(request, call))
+            except Exception as error:  # of this item alone
+                return pb.BatchItem(error=status_of(error))
+
+    async def _get_model(self, request: pb.GetModelRequest, call: Call) -> AsyncGenerator[pb.GetModelResponse]:
+        yield self._descriptions[self._table.find(request.model, request.version)]
+
+    async def _answer_whole(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
+        response = None
+        async with aclosing(self._answer(request, call)) as items:
+            async for item in items:
+                if not isinstance(item, TextUpdate):
+                    response = item
+        assert response is not None, "a pipeline's stream ends with its result"
+        return response
+
+    async def _answer(
+        self, request: pb.GenerateRequest, call: Call
+    ) -> AsyncGenerator[TextUpdate | pb.GenerateResponse]:
+        """The one path of a text, however it came. The whole answer is the last item. Counts the outcome, once."""
+        started = time.monotonic()
+        model_label, code = OTHER, "internal"
+        try:
+            model = self._table.find(request.model, request.version)
+            model_label = model.name
+            wire.check_request_id(request.request_id)
+            if request.target_language:
+                raise UnsupportedError(f"model {model.name} answers in one language: leave target_language empty")
+            options = wire.options_from_wire(request.options)
+            async with aclosing(model.pipeline.stream(request.text, options, call.deadline)) as items:
+                async for item in items:
+                    if isinstance(item, TextUpdate):
+                        yield item
+                    else:
+                        yield wire.result_to_wire(
+                            item, model=model.name, version=model.version, request_id=request.request_id
+                        )
+            code = "ok"
+        except DragomanError as error:
+            code = error.code
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            code = call.interruption()
+            raise
+        finally:
+            self._metrics.request_finished(model_label, call.method, code, time.monotonic() - started)
+
+
+def _describe(model: ServedModel, config: ServerConfig) -> pb.GetModelResponse:
+    manifest = model.bundle.manifest
+    created = Timestamp()
+    try:
+        created.FromJsonString(manifest.created)
+    except ValueError as error:
+        raise BundleError(f"manifest.created is {manifest.created!r}; it must be an RFC 3339 time: {error}") from error
+    shape = manifest.model
+    return pb.GetModelResponse(
+        model=model.name,
+        version=model.version,
+        created=created,
+        checksum=json.loads(manifest.to_json())["checksum"],
+        precision=model.graphs.precision,
+        provider=model.graphs.provider,
+        limits=pb.ModelLimits(
+            max_source_tokens=manifest.limits.max_source_tokens,
+            max_new_tokens=manifest.limits.max_new_tokens,
+            max_text_bytes=config.max_text_bytes,
+            max_segments=config.max_segments,
+        ),
+        unknown_policy=manifest.unknown_policy,
+        shape=pb.ModelShape(
+            d_model=shape.d_model,
+            num_heads=shape.num_heads,
+            encoder_layers=shape.encoder_layers,
+            decoder_layers=shape.decoder_layers,
+            source_vocab_size=shape.source_vocab_size,
+            target_vocab_size=shape.target_vocab_size,
+        ),
+        quality={name: str(value) for name, value in manifest.quality.items()},
+    )

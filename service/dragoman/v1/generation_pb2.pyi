@@ -1,0 +1,249 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.rpc import status_pb2 as _status_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_STOP_SEQUENCE: _ClassVar[FinishReason]
+    FINISH_REASON_REPETITION: _ClassVar[FinishReason]
+    FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_STOP_SEQUENCE: FinishReason
+FINISH_REASON_REPETITION: FinishReason
+FINISH_REASON_CANCELLED: FinishReason
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("model", "version", "text", "target_language", "options", "request_id")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TARGET_LANGUAGE_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    text: str
+    target_language: str
+    options: DecodingOptions
+    request_id: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., text: _Optional[str] = ..., target_language: _Optional[str] = ..., options: _Optional[_Union[DecodingOptions, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class DecodingOptions(_message.Message):
+    __slots__ = ("max_new_tokens", "beam_size", "num_hypotheses", "length_penalty", "temperature", "return_scores")
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BEAM_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_HYPOTHESES_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    RETURN_SCORES_FIELD_NUMBER: _ClassVar[int]
+    max_new_tokens: int
+    beam_size: int
+    num_hypotheses: int
+    length_penalty: float
+    temperature: float
+    return_scores: bool
+    def __init__(self, max_new_tokens: _Optional[int] = ..., beam_size: _Optional[int] = ..., num_hypotheses: _Optional[int] = ..., length_penalty: _Optional[float] = ..., temperature: _Optional[float] = ..., return_scores: _Optional[bool] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("text", "segments", "usage", "timing", "model", "version", "request_id")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    segments: _containers.RepeatedCompositeFieldContainer[Segment]
+    usage: Usage
+    timing: Timing
+    model: str
+    version: str
+    request_id: str
+    def __init__(self, text: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., model: _Optional[str] = ..., version: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("source", "hypotheses")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    HYPOTHESES_FIELD_NUMBER: _ClassVar[int]
+    source: Span
+    hypotheses: _containers.RepeatedCompositeFieldContainer[Hypothesis]
+    def __init__(self, source: _Optional[_Union[Span, _Mapping]] = ..., hypotheses: _Optional[_Iterable[_Union[Hypothesis, _Mapping]]] = ...) -> None: ...
+
+class Span(_message.Message):
+    __slots__ = ("start", "end")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class Hypothesis(_message.Message):
+    __slots__ = ("text", "tokens", "scores", "finish_reason", "alignment")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    tokens: _containers.RepeatedScalarFieldContainer[str]
+    scores: Scores
+    finish_reason: FinishReason
+    alignment: _containers.RepeatedCompositeFieldContainer[AlignmentPoint]
+    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[str]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., alignment: _Optional[_Iterable[_Union[AlignmentPoint, _Mapping]]] = ...) -> None: ...
+
+class Scores(_message.Message):
+    __slots__ = ("sum", "tokens")
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    sum: float
+    tokens: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, sum: _Optional[float] = ..., tokens: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class AlignmentPoint(_message.Message):
+    __slots__ = ("source_token", "target_token", "weight")
+    SOURCE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TARGET_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    source_token: int
+    target_token: int
+    weight: float
+    def __init__(self, source_token: _Optional[int] = ..., target_token: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("source_tokens", "generated_tokens")
+    SOURCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    source_tokens: int
+    generated_tokens: int
+    def __init__(self, source_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
+
+class Timing(_message.Message):
+    __slots__ = ("queue", "encode", "decode", "total")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    queue: _duration_pb2.Duration
+    encode: _duration_pb2.Duration
+    decode: _duration_pb2.Duration
+    total: _duration_pb2.Duration
+    def __init__(self, queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., encode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class StreamGenerateResponse(_message.Message):
+    __slots__ = ("segment", "hypothesis", "delta", "final", "result", "response")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    HYPOTHESIS_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    segment: int
+    hypothesis: int
+    delta: str
+    final: bool
+    result: Hypothesis
+    response: GenerateResponse
+    def __init__(self, segment: _Optional[int] = ..., hypothesis: _Optional[int] = ..., delta: _Optional[str] = ..., final: _Optional[bool] = ..., result: _Optional[_Union[Hypothesis, _Mapping]] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ...) -> None: ...
+
+class BatchGenerateRequest(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[GenerateRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[GenerateRequest, _Mapping]]] = ...) -> None: ...
+
+class BatchGenerateResponse(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[BatchItem]
+    def __init__(self, items: _Optional[_Iterable[_Union[BatchItem, _Mapping]]] = ...) -> None: ...
+
+class BatchItem(_message.Message):
+    __slots__ = ("response", "error")
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    response: GenerateResponse
+    error: _status_pb2.Status
+    def __init__(self, response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class GetModelRequest(_message.Message):
+    __slots__ = ("model", "version")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class GetModelResponse(_message.Message):
+    __slots__ = ("model", "version", "created", "checksum", "precision", "provider", "limits", "unknown_policy", "shape", "quality")
+    class QualityEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    PROVIDER_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_POLICY_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    QUALITY_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    created: _timestamp_pb2.Timestamp
+    checksum: str
+    precision: str
+    provider: str
+    limits: ModelLimits
+    unknown_policy: str
+    shape: ModelShape
+    quality: _containers.ScalarMap[str, str]
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., checksum: _Optional[str] = ..., precision: _Optional[str] = ..., provider: _Optional[str] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., unknown_policy: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., quality: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class ModelLimits(_message.Message):
+    __slots__ = ("max_source_tokens", "max_new_tokens", "max_text_bytes", "max_segments")
+    MAX_SOURCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    max_source_tokens: int
+    max_new_tokens: int
+    max_text_bytes: int
+    max_segments: int
+    def __init__(self, max_source_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_segments: _Optional[int] = ...) -> None: ...
+
+class ModelShape(_message.Message):
+    __slots__ = ("d_model", "num_heads", "encoder_layers", "decoder_layers", "source_vocab_size", "target_vocab_size")
+    D_MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    DECODER_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    d_model: int
+    num_heads: int
+    encoder_layers: int
+    decoder_layers: int
+    source_vocab_size: int
+    target_vocab_size: int
+    def __init__(self, d_model: _Optional[int] = ..., num_heads: _Optional[int] = ..., encoder_layers: _Optional[int] = ..., decoder_layers: _Optional[int] = ..., source_vocab_size: _Optional[int] = ..., target_vocab_size: _Optional[int] = ...) -> None: ...

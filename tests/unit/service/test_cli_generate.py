@@ -1,0 +1,202 @@
+"""Lines in, lines out."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dragoman.cli.generate import print_stream
+from dragoman.cli.lines import answer_lines, lines_of_arguments, lines_of_file
+from dragoman.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
+from dragoman.pipeline import TextHypothesis, TextResult, TextUpdate
+from dragoman.types import FinishReason, Timing
+
+
+def result(text: str) -> TextResult:
+    return TextResult(text, (), 0, 0, Timing())
+
+
+async def upper(text: str) -> TextResult:
+    """Answers in capitals, later lines first; refuses digits."""
+    for _ in range(max(0, 5 - len(text))):
+        await asyncio.sleep(0)
+    if text.isdigit():
+        raise InvalidRequestError(f"text holds {text!r}")
+    return result(text.upper())
+
+
+async def answer(data: bytes, *, stop: bool = True, as_json: bool = False, generate=upper) -> tuple[int, bytes]:
+    out = io.BytesIO()
+    status = await answer_lines(lines_of_file(io.BytesIO(data)), generate, out, as_json=as_json, stop=stop)
+    return status, out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"a", b"a\n", b"a\r\nb\nc", b"\n\n", b" \r\n\r\n\t", b"a\rb\n", "a\u2028b\x0bc\x85\n".encode(), b"\n" * 500],
+)
+async def test_lines_and_line_ends_come_back_one_for_one(data):
+    """Only LF and CRLF end a line; the last one may have no end."""
+    assert await answer(data) == (0, data.decode().upper().encode())
+
+
+@given(st.lists(st.tuples(st.text("abc \t", max_size=6), st.sampled_from(["\n", "\r\n"])), max_size=300))
+def test_answers_are_in_the_order_of_the_lines(lines):
+    """However many are in work at once and whichever is done first."""
+    data = "".join(text + end for text, end in lines)
+    assert asyncio.run(answer(data.encode())) == (0, data.upper().encode())
+
+
+async def test_a_refused_line_stops_the_job_and_is_named(capsys):
+    """What came before it is written; exit status 1."""
+    assert await answer(b"a\nb\n3\nd\n") == (1, b"A\nB\n")
+    assert capsys.readouterr().err == "dragoman generate: line 3: text holds '3'\n"
+
+
+async def test_keep_going_leaves_an_empty_line_for_each_refused_one(capsys):
+    """So that line numbers still agree; exit status 1 at the end."""
+    assert await answer(b"a\n2\r\nc\n4", stop=False) == (1, b"A\n\r\nC\n")
+    assert [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()] == ["line 2", "line 4"]
+
+
+async def test_bytes_that_are_no_utf8_are_an_error_of_their_line(capsys):
+    """With the line and the byte."""
+    assert await answer(b"a\nb\xffc\nd\n", stop=False) == (1, b"A\n\nD\n")
+    assert "line 2: byte 2" in capsys.readouterr().err
+
+
+async def test_json_has_one_object_a_line(capsys):
+    """Refused lines have their error in it."""
+    status, out = await answer("é\n2\n".encode(), stop=False, as_json=True)
+    good, bad = (json.loads(line) for line in out.splitlines())
+    assert status == 1
+    assert good["text"] == "É" and set(good) >= {"segments", "timing", "num_source_tokens"}
+    assert bad == {"error": {"code": "invalid_request", "message": "text holds '2'"}}
+
+
+async def test_a_dead_engine_is_no_error_of_a_line():
+    """It ends the job even when it should keep going."""
+
+    async def dead(text: str) -> TextResult:
+        raise EngineDeadError("gone")
+
+    with pytest.raises(EngineDeadError):
+        await answer(b"a\nb\n", stop=False, generate=dead)
+
+
+async def test_a_full_server_is_asked_again():
+    """A job can wait for its turn; no line is lost."""
+    refusals = iter([True, False] * 10)
+
+    async def busy(text: str) -> TextResult:
+        if next(refusals):
+            raise OverloadedError("full", retry_after_seconds=0)
+        return result(text)
+
+    assert await answer(b"a\nb\nc\n", generate=busy) == (0, b"a\nb\nc\n")
+
+
+async def test_answers_come_while_the_input_is_silent():
+    """A pipe that stays open does not hold back the answer to what was written."""
+    read_end, write_end = os.pipe()
+    written = asyncio.Event()
+
+    class Out(io.BytesIO):
+        def flush(self) -> None:
+            if self.getvalue():
+                written.set()
+
+    out = Out()
+    with open(read_end, "rb") as source, open(write_end, "wb", buffering=0) as sink:
+        job = asyncio.create_task(answer_lines(lines_of_file(source), upper, out, as_json=False, stop=True))
+        sink.write(b"abc\n")
+        await asyncio.wait_for(written.wait(), 60)
+        assert out.getvalue() == b"ABC\n"
+        sink.write(b"def")
+        sink.close()
+        assert await job == 0
+    assert out.getvalue() == b"ABC\nDEF"
+
+
+async def test_input_is_read_as_it_is_needed():
+    """A job holds a bounded number of lines, however long its input is."""
+    taken = 0
+    start = asyncio.Event()
+
+    class Endless(io.BytesIO):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            nonlocal taken
+            taken += 1
+            return b"a\n"
+
+    async def stuck(text: str) -> TextResult:
+        start.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    job = asyncio.create_task(
+        answer_lines(lines_of_file(Endless()), stuck, io.BytesIO(), as_json=False, stop=True)
+    )
+    await start.wait()
+    before = -1
+    while before != taken:
+        before = taken
+        for _ in range(1000):
+            await asyncio.sleep(0)
+    assert taken < 1000
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+
+
+async def test_an_unreadable_input_is_a_clear_error():
+    """A folder is no file."""
+
+    class Broken(io.BytesIO):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            raise IsADirectoryError(21, "Is a directory")
+
+    with pytest.raises(ConfigError, match="Is a directory"):
+        await answer_lines(lines_of_file(Broken()), upper, io.BytesIO(), as_json=False, stop=True)
+
+
+async def test_texts_of_the_command_line_may_hold_anything():
+    """Each gives its answer and one LF."""
+    out = io.BytesIO()
+    assert await answer_lines(lines_of_arguments(["a\nb", "", "c"]), upper, out, as_json=False, stop=True) == 0
+    assert out.getvalue() == b"A\nB\n\nC\n"
+
+
+async def test_a_stream_is_printed_in_the_text_s_own_layout():
+    """Pieces of a later segment wait for the earlier ones; blanks stay where they were."""
+    text = " ab\r\n\n cd \n"
+
+    async def items():
+        done = TextHypothesis("", (), FinishReason.STOP, None, None)
+        yield TextUpdate(1, 0, "C")
+        yield TextUpdate(0, 0, "A")
+        yield TextUpdate(1, 0, "D", done)
+        yield TextUpdate(0, 0, "B", done)
+        yield result("")
+
+    out = io.StringIO()
+    assert await print_stream(text, items(), out) == 0
+    assert out.getvalue() == " AB\r\n\n CD \n\n"
+
+
+@pytest.mark.parametrize("text", ["", " \n "])
+async def test_a_stream_without_segments_prints_the_text(text):
+    """Blank text comes back unchanged."""
+
+    async def items():
+        yield result(text)
+
+    out = io.StringIO()
+    await print_stream(text, items(), out)
+    assert out.getvalue() == text + "\n"

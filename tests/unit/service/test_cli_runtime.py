@@ -1,0 +1,106 @@
+"""What serve and generate share."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from dragoman.cli import generate, runtime, serve
+from dragoman.config import EngineConfig, ServerConfig
+from dragoman.errors import ConfigError
+
+
+def install(monkeypatch, *names: str) -> None:
+    def version(name: str) -> str:
+        if name not in names:
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(runtime, "version", version)
+    monkeypatch.setattr(runtime, "find_spec", lambda name: object() if names else None)
+
+
+def test_two_onnx_runtimes_are_refused(monkeypatch):
+    """They overwrite each other's files."""
+    install(monkeypatch, "onnxruntime", "onnxruntime-gpu")
+    with pytest.raises(ConfigError, match="pip uninstall onnxruntime onnxruntime-gpu"):
+        runtime.check_runtime()
+
+
+def test_no_onnx_runtime_names_the_extra(monkeypatch):
+    """Either will do."""
+    install(monkeypatch)
+    with pytest.raises(ConfigError, match=r"dragoman\[cpu\].*dragoman\[gpu\]"):
+        runtime.check_runtime()
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-gpu"])
+def test_one_onnx_runtime_is_right(monkeypatch, name):
+    """Whichever it is."""
+    install(monkeypatch, name)
+    runtime.check_runtime()
+
+
+def parse(command, *arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_options_become_settings_and_their_defaults_are_the_settings_own():
+    """Every flag lands in its field."""
+    assert runtime.settings(ServerConfig, parse(serve)) == ServerConfig()
+    assert runtime.settings(EngineConfig, parse(generate)) == EngineConfig()
+    args = parse(serve, "--port", "0", "--host", "::1", "--slots", "3", "--drain-seconds", "0.5")
+    assert runtime.settings(ServerConfig, args) == ServerConfig(host="::1", port=0, drain_seconds=0.5)
+    assert runtime.settings(EngineConfig, args) == EngineConfig(num_slots=3)
+
+
+def test_every_setting_has_a_flag():
+    """Nothing can be set in code alone."""
+    args = parse(serve)
+    for config in (ServerConfig, EngineConfig):
+        for name in config.__dataclass_fields__:
+            assert hasattr(args, name), name
+
+
+def test_a_bad_setting_is_refused_with_its_limit():
+    """Before anything is loaded."""
+    with pytest.raises(ConfigError, match="port is 99999"):
+        serve.run(parse(serve, "--port", "99999"))
+    with pytest.raises(ConfigError, match="num_slots is 0"):
+        serve.run(parse(serve, "--slots", "0"))
+
+
+def test_a_bundle_and_a_model_together_are_refused(tmp_path):
+    """One of them would be ignored."""
+    with pytest.raises(ConfigError, match="choose one"):
+        runtime.bundle_path(tmp_path, "g2p-en")
+    assert runtime.bundle_path(tmp_path, None) == tmp_path
+
+
+def test_an_unknown_embedded_model_is_refused_with_those_there_are():
+    """By name."""
+    with pytest.raises(ConfigError, match="'nothing'"):
+        runtime.bundle_path(None, "nothing")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--stream",), ("--stream", "a", "b"), ("--stream", "--json", "a"), ("--bundle", "x", "--target", "h:1", "a")],
+)
+def test_options_that_contradict_each_other_are_refused(arguments):
+    """Nothing is ignored in silence."""
+    with pytest.raises(ConfigError):
+        generate.run(parse(generate, *arguments))
+
+
+def test_a_missing_bundle_is_named():
+    """The message holds the file that could not be read."""
+    from dragoman.errors import BundleError
+
+    with pytest.raises(BundleError, match=r"nowhere/manifest\.json"):
+        serve.run(parse(serve, str(Path("nowhere"))))

@@ -1,0 +1,1 @@
+"""Training of encoder-decoder transformers: preparation, training, reference decoding, evaluation, in PyTorch."""

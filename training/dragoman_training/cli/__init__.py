@@ -1,0 +1,1 @@
+"""The subcommands ``prepare``, ``train`` and ``evaluate``: one module each, light to import."""

@@ -1,0 +1,259 @@
+"""The configuration of a training run: frozen dataclasses, checked when they are made, read from TOML.
+
+Vocabulary sizes are not configured: they come from the tokenizers. Every refusal is a ``ConfigError`` that names the
+key, the value and what would be valid. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from dragoman_training.errors import ConfigError
+
+ACTIVATIONS = ("relu", "gelu", "silu")
+TIED_EMBEDDINGS = ("none", "target", "all")
+TOKENIZER_UNITS = ("character", "piece")
+
+
+def require(valid: bool, key: str, value: object, remedy: str) -> None:
+    """Raise ``ConfigError`` naming key, value and remedy unless ``valid``."""
+    if not valid:
+        raise ConfigError(f"{key} is {value!r}: {remedy}")
+
+
+def require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ``ConfigError`` unless ``value`` is one of ``choices``."""
+    require(value in choices, key, value, f"choose one of {', '.join(choices)}")
+
+
+def require_positive(section: str, config: object, *names: str) -> None:
+    """Raise ``ConfigError`` unless every named field is a finite number above 0."""
+    for name in names:
+        value = getattr(config, name)
+        require(math.isfinite(value) and value > 0, f"{section}.{name}", value, "it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Everything about the model but its vocabularies."""
+
+    d_model: int
+    num_heads: int
+    ffn_dim: int
+    encoder_layers: int
+    decoder_layers: int
+    dropout: float = 0.1
+    activation: str = "relu"
+    norm_first: bool = True
+    tied_embeddings: str = "target"  # "target": target embedding = projection; "all": source embedding too
+
+    def __post_init__(self) -> None:
+        require_positive("model", self, "d_model", "num_heads", "ffn_dim", "encoder_layers", "decoder_layers")
+        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "it must be at least 0 and below 1")
+        require_choice("model.activation", self.activation, ACTIVATIONS)
+        require_choice("model.tied_embeddings", self.tied_embeddings, TIED_EMBEDDINGS)
+        multiple = self.d_model % self.num_heads == 0
+        require(multiple, "model.d_model", self.d_model, f"it must be a multiple of num_heads ({self.num_heads})")
+        require(self.d_model % 2 == 0, "model.d_model", self.d_model, "it must be even: positions are sine and cosine")
+
+    @property
+    def head_dim(self) -> int:
+        """The width of one attention head."""
+        return self.d_model // self.num_heads
+
+    def with_vocabularies(self, source_vocab_size: int, target_vocab_size: int) -> ModelConfig:
+        """The whole model's configuration."""
+        own: dict[str, Any] = dataclasses.asdict(self)
+        return ModelConfig(**own, source_vocab_size=source_vocab_size, target_vocab_size=target_vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelShape):
+    """A whole model: its shape and the sizes of its vocabularies."""
+
+    source_vocab_size: int
+    target_vocab_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("model", self, "source_vocab_size", "target_vocab_size")
+        if self.tied_embeddings == "all":
+            sizes = f"source and target vocabulary sizes {self.source_vocab_size} and {self.target_vocab_size} differ"
+            require(
+                self.source_vocab_size == self.target_vocab_size,
+                "model.tied_embeddings",
+                "all",
+                f"{sizes}; choose target or none, or one tokenizer for both sides",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Aligned text files (one line a pair, relative to the current directory), tokenizers, limits and batches.
+
+    The limits count tokens including the closing ``</s>``; longer training pairs are dropped and counted. They travel
+    with the checkpoint: a served model promises no more than it was trained on.
+    """
+
+    train_source: str
+    train_target: str
+    dev_source: str
+    dev_target: str
+    source_unit: str
+    target_unit: str
+    max_source_tokens: int
+    max_target_tokens: int
+    batch_tokens: int  # the limit for rows x longest source and for rows x longest target
+
+    def __post_init__(self) -> None:
+        require_choice("data.source_unit", self.source_unit, TOKENIZER_UNITS)
+        require_choice("data.target_unit", self.target_unit, TOKENIZER_UNITS)
+        require_positive("data", self, "max_source_tokens", "max_target_tokens", "batch_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2019), label smoothing and gradient clipping."""
+
+    learning_rate: float  # the peak
+    beta1: float = 0.9
+    beta2: float = 0.98
+    epsilon: float = 1e-9
+    weight_decay: float = 0.01
+    label_smoothing: float = 0.1
+    max_gradient_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("optimizer", self, "learning_rate", "epsilon", "max_gradient_norm")
+        for name in ("beta1", "beta2", "label_smoothing"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"optimizer.{name}", value, "it must be at least 0 and below 1")
+        decay = self.weight_decay
+        require(math.isfinite(decay) and decay >= 0, "optimizer.weight_decay", decay, "it must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Linear warm-up, inverse square root decay, then a linear cool-down to 0 over the last steps."""
+
+    steps: int
+    warmup_steps: int
+    cooldown_steps: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive("schedule", self, "steps", "warmup_steps")
+        require(self.cooldown_steps >= 0, "schedule.cooldown_steps", self.cooldown_steps, "it must be at least 0")
+        together = self.warmup_steps + self.cooldown_steps
+        require(
+            together <= self.steps,
+            "schedule.steps",
+            self.steps,
+            f"it must be at least warmup_steps + cooldown_steps ({together})",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """The training loop: seed, workers, how often to validate (each validation also writes a checkpoint).
+
+    Each worker thread computes the gradient of its share of a batch; the shares belong to the arithmetic, so that a run
+    is repeated with the same number on any machine.
+    """
+
+    validate_every: int
+    seed: int = 1
+    workers: int = 2
+    keep_checkpoints: int = 3
+
+    def __post_init__(self) -> None:
+        require_positive("loop", self, "validate_every", "workers", "keep_checkpoints")
+        require(self.seed >= 0, "loop.seed", self.seed, "it must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run, section by section as in its TOML file."""
+
+    model: ModelShape
+    data: DataConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    loop: LoopConfig = field(default_factory=lambda: LoopConfig(validate_every=1000))
+
+    def __post_init__(self) -> None:
+        longest = max(self.data.max_source_tokens, self.data.max_target_tokens)
+        require(
+            self.data.batch_tokens >= longest,
+            "data.batch_tokens",
+            self.data.batch_tokens,
+            f"it must hold at least one longest row ({longest} tokens)",
+        )
+
+
+Config = TypeVar("Config")
+
+
+def read_section(kind: type[Config], table: Mapping[str, Any], prefix: str = "") -> Config:
+    """Make a dataclass from a TOML table: nested dataclasses from nested tables, integers accepted as floats."""
+    hints = get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in table:
+        require(key in fields, f"key {prefix}{key}", table[key], f"unknown; known here: {', '.join(fields)}")
+    values: dict[str, Any] = {}
+    for name, spec in fields.items():
+        if name in table:
+            values[name] = read_value(hints[name], table[name], f"{prefix}{name}")
+        elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{prefix}{name} is missing: add it")
+    return kind(**values)
+
+
+def read_value(hint: Any, value: Any, key: str) -> Any:
+    """Check one TOML value against its type hint."""
+    if dataclasses.is_dataclass(hint):
+        require(isinstance(value, dict), key, value, f"it must be a table: write [{key}]")
+        return read_section(hint, value, f"{key}.")  # type: ignore[arg-type]
+    if hint is float and type(value) is int:
+        return float(value)
+    # `type() is` and not isinstance: true is an int in Python, but no number in a configuration
+    expected = get_args(hint) or (hint,)
+    names = " or ".join(t.__name__ for t in expected)
+    require(type(value) in expected, key, value, f"it must be of type {names}, not {type(value).__name__}")
+    return value
+
+
+def parse_config(text: str, name: str) -> TrainConfig:
+    """Read a configuration from TOML text; ``name`` is how messages call it."""
+    try:
+        return read_section(TrainConfig, tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name} is no valid TOML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def preset_names() -> list[str]:
+    """The presets that ship with the package, without ``.toml``."""
+    folder = resources.files("dragoman_training") / "presets"
+    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+def load_config(path_or_preset: str) -> TrainConfig:
+    """Read a TOML file, or a preset by its name (a file of that name wins)."""
+    path = Path(path_or_preset)
+    if path.is_file():
+        try:
+            return parse_config(path.read_text(encoding="utf-8"), str(path))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
+    if path_or_preset in preset_names():
+        preset = resources.files("dragoman_training") / "presets" / f"{path_or_preset}.toml"
+        return parse_config(preset.read_text(encoding="utf-8"), f"preset {path_or_preset}")
+    raise ConfigError(f"no file and no preset {path_or_preset!r}: presets are {', '.join(preset_names())}")

@@ -1,0 +1,25 @@
+"""The errors that a caller of this package may expect. Each message names the value, the limit and the remedy.
+
+TrainingError
+|- ConfigError        a configuration file or a combination of its values
+|- DataError          training, validation or test files
+|- CheckpointError    a run or checkpoint folder
+"""
+
+from __future__ import annotations
+
+
+class TrainingError(Exception):
+    """Anything this package refuses or gives up on, with a message for the person who started it."""
+
+
+class ConfigError(TrainingError):
+    """A configuration that cannot be used: unknown key, wrong type, impossible combination."""
+
+
+class DataError(TrainingError):
+    """Text files that cannot be used: missing, of unequal length, empty."""
+
+
+class CheckpointError(TrainingError):
+    """A run or checkpoint folder that cannot be read, written or continued."""
