@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import onnx
-import onnxruntime
 import torch
 
 import dragoman
@@ -149,7 +149,7 @@ def _manifest(
             "dragoman": dragoman.__version__,
             "torch": torch.__version__,
             "onnx": onnx.__version__,
-            "onnxruntime": onnxruntime.__version__,
+            "onnxruntime": importlib.metadata.version("onnxruntime"),
             "num_parameters": sum(p.numel() for p in checkpoint.model.parameters()),
         },
     )

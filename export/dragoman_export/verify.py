@@ -49,8 +49,8 @@ class Parity:
     def figures(self) -> dict[str, float]:
         return {
             "max_logit_difference": self.max_logit_difference,
-            "num_greedy_sources": self.num_greedy_sources,
-            "num_greedy_ties": len(self.ties),
+            "num_greedy_sources": float(self.num_greedy_sources),
+            "num_greedy_ties": float(len(self.ties)),
         }
 
 

@@ -145,10 +145,15 @@ class Manifest:
     provenance: dict[str, str | int | float]
     files: dict[str, FileEntry] = field(default_factory=dict)
 
+    @property
+    def checksum(self) -> str:
+        """SHA-256 over all fields, and so, through the files' hashes, over the whole bundle."""
+        return _checksum(dataclasses.asdict(self))
+
     def to_json(self) -> str:
         """Readable JSON with the checksum of everything else in it."""
-        data = dataclasses.asdict(self)
-        return json.dumps({**data, "checksum": _checksum(data)}, indent=2, ensure_ascii=False) + "\n"
+        data = {**dataclasses.asdict(self), "checksum": self.checksum}
+        return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:

@@ -77,6 +77,14 @@ class GenerationRequest:
     return_scores: bool = False
     deadline: float | None = None  # on time.monotonic()'s clock
 
+    def __post_init__(self) -> None:
+        # Attention over nothing is NaN on one provider and finite on another: no row ever has length 0.
+        if not self.source or self.max_new_tokens < 1:
+            raise InvalidRequestError(
+                f"source has {len(self.source)} tokens and max_new_tokens is {self.max_new_tokens}; "
+                "both must be at least 1"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class HypothesisResult:

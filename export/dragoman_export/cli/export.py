@@ -1,4 +1,10 @@
-"""``dragoman export RUN --out BUNDLE``."""
+"""Turn a checkpoint into a verified ONNX bundle.
+
+Traces encoder and decoder with fused attention, counts the fused nodes, compares logits and greedy output with PyTorch
+on the given sources, and writes the bundle. If any check fails, nothing is written and the exit status is 2.
+
+  dragoman export runs/g2p-en --sources g2p-data/dev.source --out bundles/g2p-en
+"""
 
 from __future__ import annotations
 
@@ -9,23 +15,22 @@ from pathlib import Path
 from typing import Any
 
 SUMMARY = "turn a checkpoint into a verified ONNX bundle"
-EXTRA = "export"
-
-DESCRIPTION = """\
-Traces the checkpoint's encoder and decoder to ONNX with fused attention, counts the fused nodes, compares logits and
-greedy output with PyTorch on the given sources, and writes the bundle. If any check fails nothing is written.
-"""
+EXTRA: str | None = "export"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = DESCRIPTION
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    """Declare the options."""
     parser.add_argument("checkpoint", type=Path, metavar="RUN", help="a run (its best checkpoint) or one checkpoint")
     parser.add_argument("--out", type=Path, required=True, metavar="BUNDLE", help="the folder to make; must not exist")
     parser.add_argument("--name", help="the model's name in the service (default: the name of the folder)")
     parser.add_argument("--model-version", default="1", help="the model's version in the service (default: 1)")
     parser.add_argument(
-        "--sources", type=Path, required=True, metavar="FILE", help="dev sources to compare with PyTorch on, one a line"
+        "--sources",
+        type=Path,
+        required=True,
+        nargs="+",
+        metavar="FILE",
+        help="sources to compare with PyTorch on, one a line: the dev set's, or more",
     )
     parser.add_argument(
         "--quality", type=Path, metavar="JSON", help="figures of `dragoman evaluate --json` for the manifest"
@@ -34,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """0, or 2 with one line on stderr."""
     from dragoman.errors import DragomanError
     from dragoman_export.errors import ExportError
     from dragoman_training.errors import TrainingError
@@ -57,7 +63,7 @@ def _export(args: argparse.Namespace) -> None:
     checkpoint = load_model(args.checkpoint)
     result = export(
         checkpoint,
-        read_lines(args.sources),
+        [line for file in args.sources for line in read_lines(file)],
         args.out,
         name=args.name or args.out.name,
         version=args.model_version,

@@ -13,13 +13,16 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from dragoman.errors import ConfigError, InvalidRequestError, OverloadedError, RequestError, RowError
+from dragoman.errors import ConfigError, InvalidRequestError, OverloadedError, RowError, SourceTooLongError
 
 if TYPE_CHECKING:  # heavy
     from dragoman.pipeline import TextResult
 
 _WINDOW: Final = 128
 """Lines in work at once: enough to fill an engine, and a bound on what is held in memory."""
+
+_LINE_ERRORS: Final = (InvalidRequestError, SourceTooLongError, OverloadedError, RowError)
+"""What can be wrong with one line; anything else, such as a wrong model or a dead engine, is wrong with all of them."""
 
 _OVERLOAD_TRIES: Final = 30
 """How often a line is offered to a server that is full, at the server's own pace."""
@@ -124,7 +127,7 @@ async def answer_lines(
             try:
                 result = await task
                 answer = _json(dataclasses.asdict(result)) if as_json else result.text
-            except (RequestError, RowError) as error:
+            except _LINE_ERRORS as error:
                 status = 1
                 print(f"dragoman generate: {line.name}: {error}", file=sys.stderr)
                 if stop:

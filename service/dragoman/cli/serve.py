@@ -115,6 +115,7 @@ async def serve(server: Server, names: list[str]) -> int:
             logger.critical("a thread hangs: exiting without it")
         _exit_now(EXIT_ENGINE_DEAD)
     failed.cancel()
+    await stopped
     await server.close()
     logger.info("stopped")
     return 0

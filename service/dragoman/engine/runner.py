@@ -12,17 +12,22 @@ bound to the same memory as the past. R rows are slots 0..R-1.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from dragoman.bundle import Graph, GraphSet, ModelShape
 from dragoman.engine.kv import KvStore
 from dragoman.errors import BundleError
 from dragoman.types import FloatArray, IntArray, TokenIds
+
+# ONNX Runtime's wheels keep a database of their use in the home folder and upload it, unless told not to before they
+# are loaded; a server speaks to nobody but its callers.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+import onnxruntime as ort  # after the line above, which it reads once
 
 # ORT would fuse these by itself, but on its CPU provider the fused node is several times slower than the two.
 DISABLED_OPTIMIZERS = ["SkipLayerNormFusion"]

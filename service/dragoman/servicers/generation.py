@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -159,7 +158,7 @@ def _describe(model: ServedModel, config: ServerConfig) -> pb.GetModelResponse:
         model=model.name,
         version=model.version,
         created=created,
-        checksum=json.loads(manifest.to_json())["checksum"],
+        checksum=manifest.checksum,
         precision=model.graphs.precision,
         provider=model.graphs.provider,
         limits=pb.ModelLimits(

@@ -161,5 +161,6 @@ def test_an_unknown_graph_set_lists_those_that_exist(bundle):
 def test_json_is_stable(bundle):
     """Writing what was read gives the same bytes."""
     text = (bundle.path / MANIFEST_NAME).read_text()
+    assert json.loads(text)["checksum"] == Manifest.from_json(text).checksum
     assert Manifest.from_json(text).to_json() == text
     assert Manifest.from_json(text).limits == Limits(64, 64)

@@ -16,6 +16,7 @@ from dragoman.errors import (
     DeadlineError,
     DragomanError,
     EngineDeadError,
+    InvalidRequestError,
     NotReadyError,
     OverloadedError,
     RequestCancelledError,
@@ -145,6 +146,13 @@ def test_no_request_feels_another(plans, num_slots, num_replicas, rng):
             assert running.listener.codes() == sorted(codes)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("source", "limit"), [((), 5), ((5, 2), 0), ((5, 2), -1)])
+def test_a_row_without_source_or_steps_cannot_be_made(source, limit):
+    """Length 0, over which attention has no meaning, never reaches a graph."""
+    with pytest.raises(InvalidRequestError, match="both must be at least 1"):
+        GenerationRequest(source, limit)
 
 
 async def test_a_short_request_does_not_wait_for_a_long_one():

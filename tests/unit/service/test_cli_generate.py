@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,7 +32,7 @@ async def upper(text: str) -> TextResult:
     return result(text.upper())
 
 
-async def answer(data: bytes, *, stop: bool = True, as_json: bool = False, generate=upper) -> tuple[int, bytes]:
+async def answer(data: bytes, *, stop: bool = True, as_json: bool = False, generate: Any = upper) -> tuple[int, bytes]:
     out = io.BytesIO()
     status = await answer_lines(lines_of_file(io.BytesIO(data)), generate, out, as_json=as_json, stop=stop)
     return status, out.getvalue()
@@ -113,7 +114,7 @@ async def test_answers_come_while_the_input_is_silent():
                 written.set()
 
     out = Out()
-    with open(read_end, "rb") as source, open(write_end, "wb", buffering=0) as sink:
+    with os.fdopen(read_end, "rb") as source, os.fdopen(write_end, "wb", buffering=0) as sink:
         job = asyncio.create_task(answer_lines(lines_of_file(source), upper, out, as_json=False, stop=True))
         sink.write(b"abc\n")
         await asyncio.wait_for(written.wait(), 60)
@@ -140,9 +141,7 @@ async def test_input_is_read_as_it_is_needed():
         await asyncio.Event().wait()
         raise AssertionError
 
-    job = asyncio.create_task(
-        answer_lines(lines_of_file(Endless()), stuck, io.BytesIO(), as_json=False, stop=True)
-    )
+    job = asyncio.create_task(answer_lines(lines_of_file(Endless()), stuck, io.BytesIO(), as_json=False, stop=True))
     await start.wait()
     before = -1
     while before != taken:

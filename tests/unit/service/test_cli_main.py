@@ -6,7 +6,9 @@ import argparse
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 
@@ -15,13 +17,13 @@ from dragoman.cli import main as cli
 from dragoman.errors import ConfigError
 
 
-def command(run, extra: str | None = None) -> types.ModuleType:
-    module = types.ModuleType("made_up", "What it does.")
+def command(run: Callable[[argparse.Namespace], int], extra: str | None = None) -> types.ModuleType:
+    module: Any = types.ModuleType("made_up", "What it does.")
     module.SUMMARY = "does things"
     module.EXTRA = extra
     module.add_arguments = lambda parser: parser.add_argument("--count", type=int, default=1)
     module.run = run
-    return module
+    return module  # type: ignore[no-any-return]  # a module with attributes of our own
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def install(monkeypatch):
     return register
 
 
-def fail(error: BaseException):
+def fail(error: BaseException) -> Callable[[argparse.Namespace], int]:
     def run(args: argparse.Namespace) -> int:
         raise error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from dragoman.config import EngineConfig, ServerConfig
 from dragoman.errors import ConfigError
 
 
-def install(monkeypatch, *names: str) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     def version(name: str) -> str:
         if name not in names:
             raise PackageNotFoundError(name)
@@ -44,7 +45,7 @@ def test_one_onnx_runtime_is_right(monkeypatch, name):
     runtime.check_runtime()
 
 
-def parse(command, *arguments: str) -> argparse.Namespace:
+def parse(command: Any, *arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return parser.parse_args(arguments)

@@ -33,7 +33,8 @@ class Context:
 def router_for(behaviour: Any) -> tuple[ServerMetrics, Any]:
     metrics = ServerMetrics()
     router = RpcRouter([Method("s", "m", pb.GetModelRequest, behaviour)], metrics, 1000)
-    return metrics, router.service(SimpleNamespace(method="/s/m")).unary_unary
+    details: Any = SimpleNamespace(method="/s/m")
+    return metrics, router.service(details).unary_unary
 
 
 def handled(metrics: ServerMetrics, code: str) -> float | None:
@@ -97,7 +98,9 @@ async def test_a_call_whose_caller_is_gone_closes_the_work_too():
 
     metrics = ServerMetrics()
     router = RpcRouter([Method("s", "m", pb.GenerateRequest, behaviour, stream_reply=True)], metrics, 1000)
+    details: Any = SimpleNamespace(method="/s/m")
+    handler: Any = router.service(details).unary_stream
     context = Gone()
     with pytest.raises(grpc.aio.UsageError):
-        await router.service(SimpleNamespace(method="/s/m")).unary_stream(b"", context)
+        await handler(b"", context)
     assert closed.is_set() and context.aborted == ()

@@ -40,7 +40,10 @@ def test_a_result_comes_back_as_it_was_sent(result):
     back = wire.result_from_wire(pb.GenerateResponse.FromString(message.SerializeToString()))
     assert back.timing.total_seconds == pytest.approx(result.timing.total_seconds, abs=2e-9)
     assert (back.text, back.segments) == (result.text, result.segments)
-    assert (back.num_source_tokens, back.num_generated_tokens) == (result.num_source_tokens, result.num_generated_tokens)
+    assert (back.num_source_tokens, back.num_generated_tokens) == (
+        result.num_source_tokens,
+        result.num_generated_tokens,
+    )
 
 
 @given(st.builds(TextUpdate, counts, counts, texts, st.none() | hypotheses))
@@ -102,4 +105,4 @@ def test_bytes_are_a_message_or_an_invalid_request(data):
 def test_a_finish_reason_from_the_future_is_not_taken_for_another():
     """The client says that it is too old."""
     with pytest.raises(DragomanError, match="upgrade"):
-        wire.update_from_wire(pb.StreamGenerateResponse(final=True, result=pb.Hypothesis(finish_reason=99)))
+        wire.update_from_wire(pb.StreamGenerateResponse.FromString(b"\x20\x01\x2a\x02\x20\x63"))  # reason 99

@@ -1,0 +1,188 @@
+"""Whatever a caller sends: a clear status that names the value and the limit, and nobody else is harmed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import empty_pb2
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from dragoman.config import EngineConfig
+from dragoman.errors import OverloadedError
+from dragoman.testing import ScriptedRunner
+from dragoman.v1 import generation_pb2 as pb
+
+GENERATE = "/dragoman.v1.GenerationService/Generate"
+BATCH = "/dragoman.v1.GenerationService/BatchGenerate"
+GET_MODEL = "/dragoman.v1.GenerationService/GetModel"
+CHECK = "/grpc.health.v1.Health/Check"
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED
+NOT_FOUND = grpc.StatusCode.NOT_FOUND
+
+
+def request(**options: Any) -> bytes:
+    return pb.GenerateRequest(text="abc", options=pb.DecodingOptions(**options)).SerializeToString()
+
+
+def unknown_option() -> bytes:
+    message = pb.GenerateRequest(text="abc")
+    message.options.MergeFromString(b"\x98\x06\x01")  # field 99
+    return message.SerializeToString()
+
+
+BAD = {
+    "not a message": (GENERATE, b"\xff\xff\xff", INVALID, ["3 bytes", "GenerateRequest"]),
+    "cut message": (GENERATE, b"\x1a\x7fabc", INVALID, ["GenerateRequest"]),
+    "text not UTF-8": (GENERATE, b"\x1a\x02\xff\xfe", INVALID, ["GenerateRequest"]),
+    "unknown field": (GENERATE, b"\xf8\x06\x01", INVALID, ["GenerateRequest", "field 111"]),
+    "unknown option": (GENERATE, unknown_option(), INVALID, ["GenerateRequest.options", "field 99"]),
+    "unknown character": (GENERATE, b"\x1a\x03a1b", INVALID, ["'1'", "U+0031"]),
+    "long text": (GENERATE, pb.GenerateRequest(text="é" * 600).SerializeToString(), INVALID, ["1200", "1000"]),
+    "many lines": (GENERATE, pb.GenerateRequest(text="a\n" * 9).SerializeToString(), INVALID, ["9", "8"]),
+    "long source": (GENERATE, pb.GenerateRequest(text="a" * 99).SerializeToString(), INVALID, ["100 tokens", "64"]),
+    "no steps": (GENERATE, request(max_new_tokens=0), INVALID, ["max_new_tokens is 0", "1"]),
+    "absurd steps": (GENERATE, request(max_new_tokens=2**32 - 1), INVALID, ["4294967295", "1000000"]),
+    "absurd beam": (GENERATE, request(beam_size=100_000), INVALID, ["beam_size is 100000", "1024"]),
+    "no beam": (GENERATE, request(beam_size=0), INVALID, ["beam_size is 0"]),
+    "too many hypotheses": (GENERATE, request(num_hypotheses=2), INVALID, ["num_hypotheses is 2"]),
+    "NaN": (GENERATE, request(temperature=math.nan), INVALID, ["temperature is nan"]),
+    "infinity": (GENERATE, request(length_penalty=math.inf), INVALID, ["length_penalty is inf"]),
+    "negative": (GENERATE, request(temperature=-0.5), INVALID, ["temperature is -0.5"]),
+    "beam search": (GENERATE, request(beam_size=4), UNIMPLEMENTED, ["beam_size is 4"]),
+    "sampling": (GENERATE, request(temperature=0.7), UNIMPLEMENTED, ["temperature is 0.7"]),
+    "language": (
+        GENERATE,
+        pb.GenerateRequest(text="abc", target_language="de").SerializeToString(),
+        UNIMPLEMENTED,
+        ["target_language"],
+    ),
+    "long id": (
+        GENERATE,
+        pb.GenerateRequest(text="a", request_id="é" * 65).SerializeToString(),
+        INVALID,
+        ["130", "128"],
+    ),
+    "wrong model": (
+        GENERATE,
+        pb.GenerateRequest(model="x" * 999).SerializeToString(),
+        NOT_FOUND,
+        ["scripted version 1"],
+    ),
+    "wrong version": (GET_MODEL, pb.GetModelRequest(version="7").SerializeToString(), NOT_FOUND, ["'7'", "version 1"]),
+    "large batch": (
+        BATCH,
+        pb.BatchGenerateRequest(requests=[pb.GenerateRequest()] * 17).SerializeToString(),
+        INVALID,
+        ["17", "16"],
+    ),
+    "unknown field in a batch": (BATCH, b"\x0a\x03\xf8\x06\x01", INVALID, ["requests[0]", "field 111"]),
+    "not a health request": (CHECK, b"\xff", INVALID, ["HealthCheckRequest"]),
+    "unknown service": (CHECK, b"\x0a\x01x", NOT_FOUND, ["'x'"]),
+    "unknown method": ("/dragoman.v1.GenerationService/Nothing", b"", UNIMPLEMENTED, ["method"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_input_is_refused_with_its_value_and_limit(start_server, name):
+    """The status code says whose fault it is, the message what to change; a good request then works as ever."""
+    method, data, code, words = BAD[name]
+    running = await start_server(max_text_bytes=1000, max_segments=8, max_batch_items=16)
+    error = await running.refusal(method, data)
+    assert error.code() is code, error.details()
+    for word in words:
+        assert word in error.details()
+    assert len(error.details()) < 500
+    assert running.runner.encoded == []
+    assert (await running.client.generate("abc")).text == "abc"
+
+
+async def test_an_error_carries_its_reason_for_programs(start_server):
+    """ErrorInfo tells apart what shares a gRPC code."""
+    running = await start_server()
+    error = await running.refusal(GENERATE, pb.GenerateRequest(text="a" * 99).SerializeToString())
+    status = Status.FromString(dict(error.trailing_metadata())["grpc-status-details-bin"])
+    info = ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == ("source_too_long", "dragoman")
+    assert (status.code, status.message) == (INVALID.value[0], error.details())
+
+
+async def test_a_full_queue_refuses_with_the_time_to_wait(start_server):
+    """RESOURCE_EXHAUSTED with RetryInfo, while the requests before it go on."""
+    running = await start_server(ScriptedRunner(num_slots=1), EngineConfig(max_waiting=1))
+    gate = running.gate()
+    first = running.channel.unary_unary(GENERATE)(request())
+    await gate.wait_reached()
+    second = running.channel.unary_unary(GENERATE)(request())
+    while running.model.engine.snapshot().num_waiting != 1:
+        await running.client.model_info()  # a round trip, so that the server can read what was sent
+    error = await running.refusal(GENERATE, request())
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    status = Status.FromString(dict(error.trailing_metadata())["grpc-status-details-bin"])
+    retry = RetryInfo()
+    assert any(detail.Unpack(retry) for detail in status.details)
+    assert retry.retry_delay.ToTimedelta().total_seconds() > 0
+    with pytest.raises(OverloadedError, match="limit is 1"):
+        await running.client.generate("abc")
+    gate.open()
+    assert pb.GenerateResponse.FromString(await first).text == "abc"
+    assert pb.GenerateResponse.FromString(await second).text == "abc"
+    assert await running.value("dragoman_requests_rejected_total", model="scripted", reason="overloaded") == 2
+
+
+async def test_a_message_over_the_limit_is_refused_and_the_server_goes_on(start_server):
+    """A little over it the refusal is ours, far over it gRPC's; both are clear."""
+    running = await start_server(max_message_bytes=100_000, max_text_bytes=1 << 20)
+    over = await running.refusal(GENERATE, pb.GenerateRequest(text="a" * 110_000).SerializeToString())
+    assert over.code() is INVALID and "100000" in over.details()
+    far = await running.refusal(GENERATE, pb.GenerateRequest(text="a" * 3_000_000).SerializeToString())
+    assert far.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in far.details()
+    assert (await running.client.generate("abc")).text == "abc"
+
+
+async def test_a_reply_over_the_limit_is_a_clear_error(start_server):
+    """The caller learns both sizes instead of a broken call."""
+    running = await start_server(max_message_bytes=2_000)
+    requests = [pb.GenerateRequest(text="abcdefgh") for _ in range(20)]
+    error = await running.refusal(BATCH, pb.BatchGenerateRequest(requests=requests).SerializeToString())
+    assert error.code() is INVALID
+    assert "reply" in error.details() and "2000" in error.details()
+
+
+async def test_a_wrong_type_of_message_with_a_known_shape_is_refused_or_answered_never_fatal(start_server):
+    """An empty message is a valid one: all defaults."""
+    running = await start_server()
+    reply = await running.call(GENERATE, empty_pb2.Empty().SerializeToString())
+    assert pb.GenerateResponse.FromString(reply).text == ""
+
+
+class UnprintableError(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("no text for you")
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("secret"), UnprintableError(), MemoryError()])
+async def test_a_fault_of_ours_is_internal_and_keeps_its_text_to_the_log(start_server, monkeypatch, caplog, fault):
+    """The caller gets an id; the log has the id and the traceback, even of an exception that cannot be printed."""
+    running = await start_server()
+
+    def broken(*args: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(running.model.pipeline, "_requests", broken)
+    error = await running.refusal(GENERATE, request())
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in error.details()
+    error_id = error.details().split("id ")[1].split(":")[0]
+    record = next(r for r in caplog.records if error_id in r.getMessage())
+    assert record.exc_info is not None and record.exc_info[1] is fault
+    items = pb.BatchGenerateRequest(requests=[pb.GenerateRequest(text="abc")]).SerializeToString()
+    reply = pb.BatchGenerateResponse.FromString(await running.call(BATCH, items))
+    assert reply.items[0].error.code == grpc.StatusCode.INTERNAL.value[0]
+    assert "secret" not in reply.items[0].error.message

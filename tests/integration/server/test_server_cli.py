@@ -1,0 +1,104 @@
+"""``dragoman generate --target`` against a real server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from dragoman.cli import generate
+from dragoman.errors import ModelNotFoundError, NotReadyError
+
+STDIN = """
+import argparse, sys
+from dragoman.cli import generate
+parser = argparse.ArgumentParser()
+generate.add_arguments(parser)
+sys.exit(generate.run(parser.parse_args()))
+"""
+
+
+async def run(running: Any, *arguments: str) -> int:
+    """The command in a thread, with an event loop of its own."""
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    args = parser.parse_args(["--target", f"127.0.0.1:{running.server.port}", *arguments])
+    return await asyncio.to_thread(generate.run, args)
+
+
+async def test_texts_are_answered_line_by_line(start_server, capfdbinary):
+    """Plain, with a limit, as JSON and as a stream."""
+    running = await start_server()
+    assert await run(running, "abc", " xyz") == 0
+    assert capfdbinary.readouterr().out == b"abc\n xyz\n"
+    assert await run(running, "--max-new-tokens", "2", "abc") == 0
+    assert capfdbinary.readouterr().out == b"ab\n"
+    assert await run(running, "--json", "abc") == 0
+    answer = json.loads(capfdbinary.readouterr().out)
+    assert (answer["text"], answer["model"]) == ("abc", "scripted")
+    assert answer["segments"][0]["hypotheses"][0]["finish_reason"] == "stop"
+    assert await run(running, "--stream", " abc\nde") == 0
+    assert capfdbinary.readouterr().out == b" abc\nde\n"
+
+
+async def test_a_refused_text_is_named_and_status_1(start_server, capfdbinary):
+    """The server's own words reach the person."""
+    running = await start_server()
+    assert await run(running, "abc", "a1") == 1
+    out, err = capfdbinary.readouterr()
+    assert out == b"abc\n"
+    assert err.startswith(b"dragoman generate: text 2: text holds '1'")
+
+
+async def test_a_wrong_model_or_target_is_an_error_of_the_command(start_server):
+    """Not of each line in turn."""
+    running = await start_server()
+    with pytest.raises(NotReadyError):
+        await run(running, "--target", "127.0.0.1:1", "abc")
+    with pytest.raises(ModelNotFoundError, match="scripted version 1"):
+        await run(running, "--model", "other", "--on-error", "keep-going", "abc")
+
+
+async def test_a_file_through_standard_input_comes_back_line_for_line(start_server):
+    """Two thousand lines, blank ones and CRLF among them, many in flight."""
+    running = await start_server()
+    lines = [b"" if i % 7 == 0 else bytes([97 + i % 26]) * (1 + i % 30) for i in range(2000)]
+    data = b"".join(line + (b"\r\n" if i % 3 else b"\n") for i, line in enumerate(lines)) + b"last"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        STDIN,
+        "--target",
+        f"127.0.0.1:{running.server.port}",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(data), 120)
+    assert (process.returncode, err) == (0, b"")
+    assert out == data
+
+
+async def test_a_job_that_stops_early_does_not_wait_for_its_input(start_server):
+    """The pipe stays open, yet the command ends at the refused line."""
+    running = await start_server()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        STDIN,
+        "--target",
+        f"127.0.0.1:{running.server.port}",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdin.write(b"abc\n1\n")
+    assert await asyncio.wait_for(process.wait(), 60) == 1
+    assert await process.stdout.read() == b"abc\n"
+    assert (await process.stderr.read()).startswith(b"dragoman generate: line 2")
+    process.stdin.close()

@@ -1,0 +1,291 @@
+"""An export proves itself, and one that is wrong is not written."""
+
+import dataclasses
+import json
+import random
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+
+from dragoman.bundle import GraphSet, ModelBundle, save_bundle
+from dragoman.config import EngineConfig
+from dragoman.engine.replica import generate_all
+from dragoman.engine.runner import OrtModel, OrtRunner
+from dragoman.errors import BundleError
+from dragoman.pipeline import TextLimits
+from dragoman.served_model import ServedModel, load_tokenizers, token_rules
+from dragoman.types import GenerationRequest
+from dragoman_export.errors import ExportError
+from dragoman_export.graphs import DecoderGraph, EncoderGraph
+from dragoman_export.trace import trace
+from dragoman_export.verify import compare_greedy, compare_logits, reference_logits, step_logits, verify
+from dragoman_training.attention import TorchAttention
+from dragoman_training.checkpoint import load_model
+from dragoman_training.data import encode_pairs, make_batch
+from dragoman_training.decode import greedy
+
+LIMITS = TextLimits(65536, 256)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(reverse_run):
+    return load_model(reverse_run)
+
+
+@pytest.fixture(scope="module")
+def bundle(reverse_bundle):
+    return ModelBundle.load(reverse_bundle)
+
+
+@pytest.fixture(scope="module")
+def rules(bundle):
+    return token_rules(bundle.manifest)
+
+
+def runner_of(bundle, num_slots=16, content=None):
+    graphs = bundle.manifest.graphs[0]
+    return OrtRunner(OrtModel(bundle.manifest.model, graphs, content or bundle.read), num_slots, 1 << 28)
+
+
+@pytest.fixture
+def runner(bundle):
+    return runner_of(bundle)
+
+
+def random_sources(count, longest=31, seed=0):
+    rng = random.Random(seed)
+    return [(*rng.choices(range(4, 12), k=rng.randint(1, longest)), 2) for _ in range(count)]
+
+
+def resaved(bundle, path, manifest=None, **files):
+    """The bundle with other content under correct hashes: what only the golden set can find."""
+    content = {name: bundle.read(name) for name in bundle.manifest.files}
+    return save_bundle(manifest or bundle.manifest, {**content, **files}, path)
+
+
+def test_the_manifest_tells_what_was_checked(bundle, checkpoint):
+    """Counts, parity, limits, special ids and provenance stand in the manifest; no path of the machine does."""
+    (graphs,) = bundle.manifest.graphs
+    assert graphs.encoder.fused_nodes == {"MultiHeadAttention": 1}
+    assert graphs.decoder.fused_nodes == {"GroupQueryAttention": 2}
+    assert graphs.parity["max_logit_difference"] < 1e-3 and graphs.parity["num_greedy_sources"] == 300
+    assert bundle.manifest.limits.max_source_tokens == checkpoint.max_source_tokens
+    assert bundle.manifest.provenance["torch"] == torch.__version__
+    for name in bundle.manifest.files:
+        assert str(checkpoint.folder.parent.parent.parent).encode() not in bundle.read(name)
+        assert b"site-packages" not in bundle.read(name)
+
+
+def test_the_decoder_starts_with_one_constant_everywhere(bundle, checkpoint, reverse_data):
+    """Training batches, the checkpoint, the manifest and the engine agree on the first decoder input."""
+    words = (reverse_data / "dev.source").read_text().split("\n")[:3]
+    targets = (reverse_data / "dev.target").read_text().split("\n")[:3]
+    pairs = encode_pairs(words, targets, checkpoint.source_tokenizer, checkpoint.target_tokenizer, 32, 32).pairs
+    start = bundle.manifest.special_ids.decoder_start
+    assert make_batch(pairs).target[:, 0].tolist() == [start] * 3
+    assert checkpoint.special.decoder_start == start
+    assert token_rules(bundle.manifest).sequence(GenerationRequest((4, 2), 1)).hypotheses[0].next_input == start
+    assert bundle.manifest.tokenizers.target.start == (start,)
+
+
+def test_logits_equal_pytorch_on_ragged_rows(runner, checkpoint, rules):
+    """Lengths 1, 2, max - 1 and max side by side, targets of unlike lengths: every step within 1e-4."""
+    sources = [(2,), (5, 2), *random_sources(20), (*[4] * 30, 2), (*[7] * 31, 2)]
+    targets = [s[:-1] for s in random_sources(len(sources), longest=30, seed=1)]
+    assert compare_logits(checkpoint.model, runner, sources, targets, rules.decoder_start) < 1e-4
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7])
+@pytest.mark.parametrize("length", [1, 2, 5, 32])
+def test_every_batch_and_length_runs(runner, checkpoint, rules, batch, length):
+    """No axis was frozen by the export: a grid of rows and source lengths gives PyTorch's logits."""
+    sources = [(*[4 + row] * (length - 1), 2) for row in range(batch)]
+    assert compare_logits(checkpoint.model, runner, sources, [(5, 6)] * batch, rules.decoder_start) < 1e-4
+
+
+def test_a_rows_logits_do_not_depend_on_its_neighbours(bundle, rules):
+    """One source alone, beside a short one, beside the longest: the same logits, and no NaN from any padding."""
+    source, target = (6, 9, 4, 2), (5, 6, 7)
+    runner = runner_of(bundle)
+    (alone,) = step_logits(runner, [source], [target], rules.decoder_start)
+    assert np.isfinite(alone).all()
+    for others in ([(2,)], [(*[8] * 31, 2)], random_sources(15)):
+        beside = step_logits(
+            runner_of(bundle), [*others, source], [(4,) * 9] * len(others) + [target], rules.decoder_start
+        )
+        np.testing.assert_allclose(beside[-1], alone, atol=1e-5)
+
+
+def test_what_a_slot_held_before_leaves_no_trace(runner, rules):
+    """A slot used by a long request and then by a short one gives what a fresh slot gives."""
+    source, target = (6, 9, 2), (5, 6, 7)
+    (fresh,) = step_logits(runner, [source], [target], rules.decoder_start)
+    step_logits(runner, [(*[8] * 31, 2)], [(4,) * 31], rules.decoder_start)
+    for array in (*runner.kv.cross_keys, *runner.kv.cross_values, *runner.kv.self_keys, *runner.kv.self_values):
+        array[0] = np.where(array[0] == 0, 1e9, array[0])  # make what is beyond the lengths loud
+    (used,) = step_logits(runner, [source], [target], rules.decoder_start)
+    assert np.array_equal(fresh, used)
+
+
+def test_a_step_writes_its_own_rows_in_place(runner, rules):
+    """A step over three of four rows changes one position of those, nothing of the fourth, and no address."""
+    sources = random_sources(4, longest=6)
+    runner.admit(sources, range(4))
+    runner.decode(np.array([rules.decoder_start] * 4))
+    arrays = [*runner.kv.self_keys, *runner.kv.self_values]
+    before = [(array.ctypes.data, array.copy()) for array in arrays]
+    runner.decode(np.array([5, 6, 7]))
+    for array, (address, old) in zip(arrays, before, strict=True):
+        assert array.ctypes.data == address
+        changed = np.argwhere((array != old).any(axis=(1, 3)))  # (slot, position)
+        assert changed.tolist() == [[0, 1], [1, 1], [2, 1]]
+    assert runner.kv.cached[:4].tolist() == [2, 2, 2, 1]
+
+
+def test_growing_the_capacity_in_flight_changes_no_answer(bundle, rules):
+    """A row that has decoded three tokens goes on the same after the buffers were replaced by larger ones."""
+    runners = [runner_of(bundle), runner_of(bundle)]
+    steps = []
+    for runner in runners:
+        runner.admit([(6, 9, 4, 2)], [0])
+        for token in (rules.decoder_start, 5, 6):
+            runner.decode(np.array([token]))
+        if runner is runners[1]:
+            runner.reserve(200, 200)
+        steps.append(runner.decode(np.array([7])).copy())
+    np.testing.assert_allclose(steps[0], steps[1], atol=1e-6)
+
+
+def test_greedy_output_is_pytorchs(runner, checkpoint, rules):
+    """300 sources, continuously batched in 16 slots: PyTorch's tokens; scores within 1e-4."""
+    sources = random_sources(300, longest=10)
+    references = greedy(checkpoint.model, sources, 32)
+    outcomes = generate_all(
+        runner, rules, [GenerationRequest(s, 32, return_scores=True) for s in sources], EngineConfig()
+    )
+    for outcome, reference in zip(outcomes, references, strict=True):
+        (hypothesis,) = outcome.hypotheses
+        assert hypothesis.tokens == tuple(reference.tokens)
+        assert hypothesis.finish_reason.value == reference.finish_reason
+        assert hypothesis.score == pytest.approx(reference.score, abs=1e-4)
+
+
+def test_two_traces_are_byte_equal(checkpoint, bundle):
+    """The same checkpoint gives the same graphs, in this process as in the one that exported."""
+    for module, graph in ((EncoderGraph, "encoder"), (DecoderGraph, "decoder")):
+        file = getattr(bundle.manifest.graphs[0], graph).file
+        assert trace(module(checkpoint.model), file).content == bundle.read(file)
+    checkpoint.model.use_attention(TorchAttention())
+
+
+class UnfusedEncoder(EncoderGraph):
+    def forward(self, source, source_lengths):
+        self.model.use_attention(TorchAttention())
+        memory = self.model.encode(source, source_lengths)
+        return [t.contiguous() for pair in self.model.keys_values(memory) for t in pair]
+
+
+def test_attention_left_unfused_fails_the_export(checkpoint):
+    """A module that computes attention itself has the wrong node counts, and the message says so."""
+    with pytest.raises(ExportError, match=r"0 MultiHeadAttention nodes instead of 1"):
+        trace(UnfusedEncoder(checkpoint.model), "encoder.onnx")
+
+
+def damaged(bundle, graph, change):
+    """One graph file with its weights changed."""
+    file = getattr(bundle.manifest.graphs[0], graph).file
+    model = onnx.load_from_string(bundle.read(file))
+    weights = [w for w in model.graph.initializer if len(w.dims) == 2 and w.data_type == onnx.TensorProto.FLOAT]
+    array = numpy_helper.to_array(weights[-1]).copy()
+    change(array)
+    weights[-1].CopyFrom(numpy_helper.from_array(array, weights[-1].name))
+    return file, model.SerializeToString()
+
+
+@pytest.mark.parametrize("graph", ["encoder", "decoder"])
+def test_a_wrong_weight_fails_the_comparison(bundle, checkpoint, rules, graph):
+    """One row of one weight off by a tenth: the export stops before anything is written."""
+    file, content = damaged(bundle, graph, lambda array: array.__setitem__(0, array[0] + 0.1))
+    files = {name: bundle.read(name) for name in bundle.manifest.files} | {file: content}
+    runner = runner_of(bundle, content=files.__getitem__)
+    with pytest.raises(ExportError, match="logits differ"):
+        verify(checkpoint.model, runner, rules, random_sources(40, longest=8), 32)
+
+
+def test_other_tokens_fail_the_comparison(checkpoint, runner, rules):
+    """A reference that differs in one token without a tie is an error, and the message names source and token."""
+    sources = [(4, 5, 6, 2), (7, 8, 2)]
+    references = greedy(checkpoint.model, sources, 32)
+    references[1] = dataclasses.replace(references[1], tokens=[references[1].tokens[0], 4])
+    with pytest.raises(ExportError, match="source 1: token 1 is"):
+        compare_greedy(checkpoint.model, runner, rules, sources, references, 32)
+
+
+@pytest.mark.parametrize("graph", ["encoder", "decoder"])
+def test_a_server_refuses_a_bundle_that_does_not_reproduce_its_golden_set(bundle, tmp_path, graph):
+    """Weights changed under correct hashes: the start-up self-test finds it and names the golden set."""
+    file, content = damaged(bundle, graph, lambda array: array.__imul__(-1))
+    other = resaved(bundle, tmp_path / "other", **{file: content})
+    with pytest.raises(BundleError, match=r"golden\.cpu\.fp32\.jsonl"):
+        ServedModel.load(other.path, EngineConfig(), LIMITS)
+
+
+def test_a_server_refuses_a_wrong_decoder_start(bundle, tmp_path):
+    """A special id changed under a correct checksum: found by the golden set."""
+    ids = dataclasses.replace(bundle.manifest.special_ids, decoder_start=9)
+    other = resaved(bundle, tmp_path / "other", dataclasses.replace(bundle.manifest, special_ids=ids))
+    with pytest.raises(BundleError, match=r"golden\.cpu\.fp32\.jsonl"):
+        ServedModel.load(other.path, EngineConfig(), LIMITS)
+
+
+def test_a_server_refuses_a_graph_with_another_signature(bundle, tmp_path):
+    """Encoder and decoder swapped: the signature check names the file."""
+    (graphs,) = bundle.manifest.graphs
+    swapped = {graphs.encoder.file: bundle.read(graphs.decoder.file)}
+    other = resaved(bundle, tmp_path / "other", **swapped)
+    with pytest.raises(BundleError, match=rf"{graphs.encoder.file}: the manifest declares inputs"):
+        ServedModel.load(other.path, EngineConfig(), LIMITS)
+
+
+def test_a_server_refuses_the_tokenizer_of_another_model(bundle, tmp_path):
+    """One token more than the model has: refused by size, by name."""
+    data = json.loads(bundle.read("target.tokenizer.json"))
+    data["tokens"].append("Z")
+    other = resaved(bundle, tmp_path / "other", **{"target.tokenizer.json": json.dumps(data).encode()})
+    with pytest.raises(BundleError, match=r"target\.tokenizer\.json has 13 tokens.*the model has 12"):
+        load_tokenizers(other)
+
+
+def test_the_golden_set_is_decided_at_every_step(bundle, checkpoint, rules):
+    """Every golden answer has a margin of 0.1 at each step, and PyTorch gives it."""
+    graphs: GraphSet = bundle.manifest.graphs[0]
+    cases = list(bundle.golden(graphs))
+    assert len(cases) == 32
+    for case in cases:
+        logits = reference_logits(checkpoint.model, case.source, case.tokens, rules.decoder_start).copy()
+        logits[:, list(rules.never_generated)] = -np.inf
+        best_two = np.sort(logits, axis=1)[:, -2:]
+        assert (best_two[:, 1] - best_two[:, 0]).min() >= 0.1
+        assert logits.argmax(axis=1).tolist() == [*case.tokens, rules.eos]
+
+
+def test_an_export_never_overwrites(reverse_data, reverse_bundle):
+    """A second export to the same folder is refused in one line and leaves the first."""
+    import argparse
+
+    from dragoman_export.cli import export
+
+    parser = argparse.ArgumentParser()
+    export.add_arguments(parser)
+    copy = shutil.copytree(reverse_bundle, reverse_data / "kept")
+    status = export.run(
+        parser.parse_args(
+            [str(reverse_data / "run"), "--sources", str(reverse_data / "dev.source"), "--out", str(copy)]
+        )
+    )
+    assert status == 2
+    ModelBundle.load(copy)
