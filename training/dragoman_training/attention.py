@@ -68,8 +68,8 @@ class TorchAttention:
         return self.cross(q, split_heads(k, num_heads), split_heads(v, num_heads), num_heads, lengths)
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
-        heads = (split_heads(x, num_heads) for x in (q, k, v))  # 3 x (B, H, T, Dh)
-        return merge_heads(F.scaled_dot_product_attention(*heads, is_causal=True))
+        q, k, v = (split_heads(x, num_heads) for x in (q, k, v))  # 3 x (B, H, T, Dh)
+        return merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
     def cross(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, lengths: Tensor) -> Tensor:
         mask = length_mask(lengths, k.shape[2])  # (B, 1, 1, S)

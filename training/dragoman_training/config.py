@@ -1,4 +1,4 @@
-"""The configuration of a training run: frozen dataclasses, checked when they are made, read from TOML.
+"""The configuration of a training run: frozen dataclasses, checked when they are made (``configfile.py`` reads TOML).
 
 Vocabulary sizes are not configured: they come from the tokenizers. Every refusal is a ``ConfigError`` that names the
 key, the value and what would be valid. This module does not import torch.
@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
-from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any
 
 from dragoman_training.errors import ConfigError
 
@@ -195,65 +191,3 @@ class TrainConfig:
             self.data.batch_tokens,
             f"it must hold at least one longest row ({longest} tokens)",
         )
-
-
-Config = TypeVar("Config")
-
-
-def read_section(kind: type[Config], table: Mapping[str, Any], prefix: str = "") -> Config:
-    """Make a dataclass from a TOML table: nested dataclasses from nested tables, integers accepted as floats."""
-    hints = get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    for key in table:
-        require(key in fields, f"key {prefix}{key}", table[key], f"unknown; known here: {', '.join(fields)}")
-    values: dict[str, Any] = {}
-    for name, spec in fields.items():
-        if name in table:
-            values[name] = read_value(hints[name], table[name], f"{prefix}{name}")
-        elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{prefix}{name} is missing: add it")
-    return kind(**values)
-
-
-def read_value(hint: Any, value: Any, key: str) -> Any:
-    """Check one TOML value against its type hint."""
-    if dataclasses.is_dataclass(hint):
-        require(isinstance(value, dict), key, value, f"it must be a table: write [{key}]")
-        return read_section(hint, value, f"{key}.")  # type: ignore[arg-type]
-    if hint is float and type(value) is int:
-        return float(value)
-    # `type() is` and not isinstance: true is an int in Python, but no number in a configuration
-    expected = get_args(hint) or (hint,)
-    names = " or ".join(t.__name__ for t in expected)
-    require(type(value) in expected, key, value, f"it must be of type {names}, not {type(value).__name__}")
-    return value
-
-
-def parse_config(text: str, name: str) -> TrainConfig:
-    """Read a configuration from TOML text; ``name`` is how messages call it."""
-    try:
-        return read_section(TrainConfig, tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name} is no valid TOML: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
-
-
-def preset_names() -> list[str]:
-    """The presets that ship with the package, without ``.toml``."""
-    folder = resources.files("dragoman_training") / "presets"
-    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
-
-
-def load_config(path_or_preset: str) -> TrainConfig:
-    """Read a TOML file, or a preset by its name (a file of that name wins)."""
-    path = Path(path_or_preset)
-    if path.is_file():
-        try:
-            return parse_config(path.read_text(encoding="utf-8"), str(path))
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
-    if path_or_preset in preset_names():
-        preset = resources.files("dragoman_training") / "presets" / f"{path_or_preset}.toml"
-        return parse_config(preset.read_text(encoding="utf-8"), f"preset {path_or_preset}")
-    raise ConfigError(f"no file and no preset {path_or_preset!r}: presets are {', '.join(preset_names())}")

@@ -8,7 +8,8 @@ H heads of size Dh, V vocabulary, R rows of a decoding step, C cache capacity, L
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from dragoman_training.attention import AttentionOps, TorchAttention, split_head
 from dragoman_training.config import ModelConfig
 from dragoman_training.dropout import Dropout
 
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
 class KeyValue(NamedTuple):
@@ -54,10 +55,11 @@ class Attention(nn.Module):
 
     def encoder(self, x: Tensor, lengths: Tensor) -> Tensor:
         out = self.ops.encoder(self.query(x), self.key(x), self.value(x), self.num_heads, lengths)
-        return self.output(out)  # (B, S, D)
+        return cast(Tensor, self.output(out))  # (B, S, D)
 
     def causal(self, x: Tensor) -> Tensor:
-        return self.output(self.ops.causal(self.query(x), self.key(x), self.value(x), self.num_heads))  # (B, T, D)
+        out = self.ops.causal(self.query(x), self.key(x), self.value(x), self.num_heads)
+        return cast(Tensor, self.output(out))  # (B, T, D)
 
     def keys_values(self, memory: Tensor) -> KeyValue:
         """Project an encoder output once for the whole decoding: (B, S, D) to 2 x (B, H, S, Dh)."""
@@ -65,7 +67,7 @@ class Attention(nn.Module):
 
     def cross(self, x: Tensor, memory: KeyValue, lengths: Tensor) -> Tensor:
         out = self.ops.cross(self.query(x), memory.key, memory.value, self.num_heads, lengths)
-        return self.output(out)  # (B, T, D)
+        return cast(Tensor, self.output(out))  # (B, T, D)
 
     def step_causal(self, x: Tensor, past: KeyValue, cached: Tensor) -> tuple[Tensor, KeyValue]:
         out, key, value = self.ops.step_causal(
@@ -74,7 +76,8 @@ class Attention(nn.Module):
         return self.output(out), KeyValue(key, value)  # (R, 1, D), 2 x (R, H, C, Dh)
 
     def step_cross(self, x: Tensor, memory: KeyValue, lengths: Tensor) -> Tensor:
-        return self.output(self.ops.step_cross(self.query(x), memory.key, memory.value, self.num_heads, lengths))
+        out = self.ops.step_cross(self.query(x), memory.key, memory.value, self.num_heads, lengths)
+        return cast(Tensor, self.output(out))  # (R, 1, D)
 
 
 class FeedForward(nn.Module):
@@ -87,7 +90,7 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.activation(self.inner(x)))
+        return cast(Tensor, self.outer(self.activation(self.inner(x))))
 
 
 class Residual(nn.Module):
@@ -101,12 +104,12 @@ class Residual(nn.Module):
 
     def before(self, x: Tensor) -> Tensor:
         """What the sublayer reads."""
-        return self.norm(x) if self.norm_first else x
+        return cast(Tensor, self.norm(x)) if self.norm_first else x
 
     def after(self, x: Tensor, sublayer: Tensor) -> Tensor:
         """The sum of input and sublayer output."""
         total = x + self.dropout(sublayer)
-        return total if self.norm_first else self.norm(total)
+        return total if self.norm_first else cast(Tensor, self.norm(total))
 
 
 class EncoderLayer(nn.Module):
@@ -189,6 +192,10 @@ class Transformer(nn.Module):
         for embedding in (self.source_embedding, self.target_embedding):  # last: tied to the projection
             nn.init.normal_(embedding.weight, std=self.config.d_model**-0.5)
 
+    def decoder_layers(self) -> Iterator[DecoderLayer]:
+        """The decoder's layers, typed."""
+        return cast(Iterator[DecoderLayer], iter(self.decoder))
+
     def use_attention(self, ops: AttentionOps) -> None:
         """Compute every attention of this model with ``ops`` from now on (the export's seam)."""
         for module in self.modules():
@@ -198,29 +205,30 @@ class Transformer(nn.Module):
     def embed(self, embedding: nn.Embedding, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens (B, T) at positions (B, T) or (T,) to (B, T, D)."""
         scaled = embedding(tokens) * math.sqrt(self.config.d_model)
-        return self.dropout(scaled + sinusoidal_positions(positions, self.config.d_model).to(scaled.dtype))
+        placed = scaled + sinusoidal_positions(positions, self.config.d_model).to(scaled.dtype)
+        return cast(Tensor, self.dropout(placed))
 
     def encode(self, source: Tensor, lengths: Tensor) -> Tensor:
         """source (B, S), right-padded, and true lengths (B,) to the encoder output (B, S, D)."""
         x = self.embed(self.source_embedding, source, torch.arange(source.shape[1], device=source.device))
         for layer in self.encoder:
             x = layer(x, lengths)
-        return self.encoder_norm(x)
+        return cast(Tensor, self.encoder_norm(x))
 
     def keys_values(self, memory: Tensor) -> list[KeyValue]:
         """The cross-attention keys and values of each decoder layer: each 2 x (B, H, S, Dh)."""
-        return [layer.cross_attention.keys_values(memory) for layer in self.decoder]
+        return [layer.cross_attention.keys_values(memory) for layer in self.decoder_layers()]
 
     def decode_hidden(self, target: Tensor, memory: Tensor, lengths: Tensor) -> Tensor:
         """The decoder's last hidden states for a known target (B, T): (B, T, D)."""
         x = self.embed(self.target_embedding, target, torch.arange(target.shape[1], device=target.device))
-        for layer, keys_values in zip(self.decoder, self.keys_values(memory), strict=True):
+        for layer, keys_values in zip(self.decoder_layers(), self.keys_values(memory), strict=True):
             x = layer(x, keys_values, lengths)
-        return self.decoder_norm(x)
+        return cast(Tensor, self.decoder_norm(x))
 
     def decode(self, target: Tensor, memory: Tensor, lengths: Tensor) -> Tensor:
         """Logits after each token of a known target (B, T): (B, T, V)."""
-        return self.projection(self.decode_hidden(target, memory, lengths))
+        return cast(Tensor, self.projection(self.decode_hidden(target, memory, lengths)))
 
     def step(
         self, tokens: Tensor, cached: Tensor, past: list[KeyValue], memory: list[KeyValue], lengths: Tensor
@@ -233,7 +241,7 @@ class Transformer(nn.Module):
         """
         x = self.embed(self.target_embedding, tokens[:, None], cached[:, None])  # (R, 1, D)
         present = []
-        for layer, layer_past, layer_memory in zip(self.decoder, past, memory, strict=True):
+        for layer, layer_past, layer_memory in zip(self.decoder_layers(), past, memory, strict=True):
             x, layer_present = layer.step(x, layer_past, cached, layer_memory, lengths)
             present.append(layer_present)
         return self.projection(self.decoder_norm(x))[:, 0], present

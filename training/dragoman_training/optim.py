@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ def learning_rate(step: int, peak: float, schedule: ScheduleConfig) -> float:
     cooldown_start = schedule.steps - schedule.cooldown_steps
     base = min(step, cooldown_start) if schedule.cooldown_steps else step
     base = max(base, 1)
-    rate = peak * min(base / schedule.warmup_steps, (schedule.warmup_steps / base) ** 0.5)
+    rate = peak * min(base / schedule.warmup_steps, math.sqrt(schedule.warmup_steps / base))
     if step > cooldown_start:
         rate *= (schedule.steps + 1 - step) / (schedule.cooldown_steps + 1)
     return rate
@@ -43,7 +45,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
     follows the model's definition.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decayed, kept = [], []
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
     for parameter in model.parameters():
         matrix = parameter.ndim > 1 and id(parameter) not in embeddings
         (decayed if matrix else kept).append(parameter)

@@ -25,16 +25,15 @@ from tqdm import tqdm
 
 from dragoman_training import checkpoint, data
 from dragoman_training.config import TrainConfig
-from dragoman_training.decode import greedy_all
 from dragoman_training.errors import CheckpointError, DataError, TrainingError
 from dragoman_training.model import Transformer
-from dragoman_training.optim import learning_rate, make_optimizer, smoothed_loss
+from dragoman_training.optim import learning_rate, make_optimizer
 from dragoman_training.tokenizer import SPECIAL_IDS, PlainTokenizer
+from dragoman_training.validate import describe, truncate_metrics, validate
 from dragoman_training.workers import Workers
 
 LOG = logging.getLogger(__name__)
 MAX_BAD_STEPS = 10
-VALIDATION_ROWS = 256
 
 
 @dataclass
@@ -53,14 +52,6 @@ class Progress:
     cpu_seconds: float = 0.0
     best_step: int | None = None
     best_word_error_rate: float = math.inf
-
-
-@dataclass(frozen=True)
-class Validation:
-    """Loss a token (without smoothing) and share of dev lines that greedy decoding gets wrong."""
-
-    loss: float
-    word_error_rate: float
 
 
 class Trainer:
@@ -136,27 +127,6 @@ class Trainer:
             self.progress.epoch += 1
             self.progress.position = 0
 
-    def validate(self) -> Validation:
-        """Loss and greedy word error rate on the dev data; lines over the limits count as wrong."""
-        pairs = sorted(self.dev_data.pairs, key=lambda pair: len(pair.source))
-        chunks = [pairs[i : i + VALIDATION_ROWS] for i in range(0, len(pairs), VALIDATION_ROWS)]
-        limit = self.config.data.max_target_tokens
-
-        def work(model: Transformer, chunk: list[data.Pair]) -> tuple[float, int, int]:
-            batch = data.make_batch(chunk)
-            with torch.inference_mode():
-                logits = model(batch.source, batch.source_lengths, batch.target)
-                loss, tokens = smoothed_loss(logits, batch.labels, SPECIAL_IDS.pad, 0.0)
-            outputs = greedy_all(model, [pair.source for pair in chunk], limit)
-            right = sum(out.tokens == pair.target[:-1] for out, pair in zip(outputs, chunk, strict=True))
-            return loss.item(), tokens, right
-
-        self.workers.training(False)
-        losses, tokens, right = zip(*self.workers.map(work, chunks), strict=True)
-        self.workers.training(True)
-        lines = len(pairs) + self.dev_data.dropped
-        return Validation(sum(losses) / sum(tokens), 1 - sum(right) / lines)
-
     # -- saving and resuming -----------------------------------------------------------------------------------------
 
     def save(self, metrics: dict[str, Any]) -> None:
@@ -229,7 +199,8 @@ class Trainer:
 
     def validated(self, clocks: tuple[float, float]) -> dict[str, Any]:
         """Validate, append a line to metrics.jsonl, remember the best; returns the line."""
-        validation, progress = self.validate(), self.progress
+        limit, progress = self.config.data.max_target_tokens, self.progress
+        validation = validate(self.workers, self.dev_data, limit)
         progress.seconds = time.monotonic() - clocks[0]
         progress.cpu_seconds = time.process_time() - clocks[1]
         metrics = {
@@ -251,29 +222,6 @@ class Trainer:
         with (self.run / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
         return metrics
-
-
-def describe(metrics: dict[str, Any]) -> str:
-    """One line for a person."""
-    return (
-        f"step {metrics['step']} epoch {metrics['epoch']}: train loss {metrics['train_loss']:.4f},"
-        f" dev loss {metrics['dev_loss']:.4f}, dev word error rate {metrics['dev_word_error_rate']:.2%},"
-        f" {metrics['seconds']:.0f} s, {metrics['cpu_seconds']:.0f} CPU s"
-    )
-
-
-def truncate_metrics(path: Path, step: int) -> None:
-    """Keep the lines up to ``step``: a killed session may have written some, or half a one, of later steps."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:
-            continue
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
 @contextmanager

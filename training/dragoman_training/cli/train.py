@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 at the end and after SIGTERM, 130 after Ctrl-C (both with the state saved), 2 for a refusal."""
-    from dragoman_training.config import load_config
+    from dragoman_training.configfile import load_config
     from dragoman_training.train import train
 
     try:

@@ -1,0 +1,84 @@
+"""A toy task (reverse a string of four letters) and toy models, small enough for milliseconds."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dragoman_training.config import ModelConfig
+from dragoman_training.model import Transformer
+
+torch.set_num_threads(1)  # two threads that share a toy-sized product mostly wait for each other
+
+TOY = """
+[data]
+train_source = "train.source"
+train_target = "train.target"
+dev_source = "dev.source"
+dev_target = "dev.target"
+source_unit = "character"
+target_unit = "piece"
+max_source_tokens = 8
+max_target_tokens = 8
+batch_tokens = 64
+
+[model]
+d_model = 8
+num_heads = 2
+ffn_dim = 16
+encoder_layers = 1
+decoder_layers = 1
+
+[optimizer]
+learning_rate = 1e-2
+
+[schedule]
+steps = 12
+warmup_steps = 4
+cooldown_steps = 4
+
+[loop]
+validate_every = 4
+seed = 3
+keep_checkpoints = 2
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with ``toy.toml`` and its data, as the current directory."""
+    rng = random.Random(0)
+    for name, count in (("train", 60), ("dev", 10)):
+        words = ["".join(rng.choice("abcd") for _ in range(rng.randint(1, 6))) for _ in range(count)]
+        (tmp_path / f"{name}.source").write_text("".join(f"{word}\n" for word in words))
+        (tmp_path / f"{name}.target").write_text("".join(f"{' '.join(reversed(word.upper()))}\n" for word in words))
+    (tmp_path / "toy.toml").write_text(TOY)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def make_model() -> Callable[..., Transformer]:
+    """Make an untrained toy model in evaluation mode; keywords change its configuration."""
+
+    def make(**changes: object) -> Transformer:
+        values: dict[str, object] = {
+            "d_model": 16,
+            "num_heads": 2,
+            "ffn_dim": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "source_vocab_size": 12,
+            "target_vocab_size": 10,
+        }
+        values.update(changes)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            model = Transformer(ModelConfig(**values))  # type: ignore[arg-type]
+            for parameter in model.parameters():  # untrained logits would be too flat to tell mistakes apart
+                parameter.data.add_(torch.randn_like(parameter) * 0.3)
+        return model.eval()
+
+    return make

@@ -1,0 +1,218 @@
+"""Reference decoding against hand-worked and brute-force answers, on a model that plays back scripted probabilities."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from dragoman_training.decode import BeamOptions, allowed_log_probs, beam_search, greedy, greedy_all
+from dragoman_training.model import KeyValue, Transformer
+from dragoman_training.tokenizer import SPECIAL_IDS, SpecialIds
+
+MakeModel = Callable[..., Transformer]
+EOS = SPECIAL_IDS.eos
+A, B, C = 4, 5, 6
+VOCABULARY = 7
+
+
+class Scripted(Transformer):
+    """Logits are a function of the tokens read so far; the self-attention cache carries them, as it would in earnest."""
+
+    script: Callable[[tuple[int, ...]], list[float]]
+
+    def step(
+        self, tokens: Tensor, cached: Tensor, past: list[KeyValue], memory: list[KeyValue], lengths: Tensor
+    ) -> tuple[Tensor, list[KeyValue]]:
+        for row, (token, position) in enumerate(zip(tokens.tolist(), cached.tolist(), strict=True)):
+            past[0].key[row, 0, position, 0] = token
+        read = [past[0].key[row, 0, : position + 1, 0].int().tolist() for row, position in enumerate(cached.tolist())]
+        return torch.tensor([self.script(tuple(tokens)) for tokens in read]), past
+
+
+@pytest.fixture
+def scripted(make_model: MakeModel) -> Callable[[Callable[[tuple[int, ...]], list[float]]], Scripted]:
+    """Make a model from a script."""
+
+    def make(script: Callable[[tuple[int, ...]], list[float]]) -> Scripted:
+        model = Scripted(make_model(target_vocab_size=VOCABULARY, num_heads=1).config)
+        model.script = script
+        return model.eval()
+
+    return make
+
+
+def noise(tokens: Sequence[int]) -> list[float]:
+    """Arbitrary logits that depend on every token read."""
+    generator = torch.Generator().manual_seed(hash(tuple(tokens)) % 2**31)
+    return [float(x) for x in torch.randn(VOCABULARY, generator=generator) * 2]
+
+
+def brute_force(script: Callable[[tuple[int, ...]], list[float]], steps: int, penalty: float) -> tuple[float, list[int]]:
+    """The best score of all sequences that end within ``steps``, or are cut there."""
+    best = (-math.inf, [0])
+    for length in range(1, steps + 1):
+        for tokens in itertools.product([A, B, C], repeat=length):
+            for sequence in {tokens, (*tokens[:-1], EOS)}:
+                if sequence[-1] != EOS and length < steps:
+                    continue
+                total = 0.0
+                for position, token in enumerate(sequence):
+                    read = (SPECIAL_IDS.decoder_start, *sequence[:position])
+                    total += allowed_log_probs(torch.tensor([script(read)]), SPECIAL_IDS)[0, token].item()
+                best = max(best, (total / length**penalty, [t for t in sequence if t != EOS]))
+    return best
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.6, 1.0, 2.0, -1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wide_beam_finds_the_best_of_all_sequences(
+    scripted: Callable[..., Scripted], penalty: float, seed: int
+) -> None:
+    """Wide enough to hold everything, the search agrees with brute force for every length penalty."""
+
+    def script(tokens: tuple[int, ...]) -> list[float]:
+        return noise((seed, *tokens))
+
+    # so wide that no prefix is dropped, and so many that the count of finished ones never stops it
+    options = BeamOptions(beam_size=200, max_new_tokens=4, length_penalty=penalty, num_hypotheses=40)
+    found = beam_search(scripted(script), [4, EOS], options)
+    score, tokens = brute_force(script, 4, penalty)
+    assert found[0].score == pytest.approx(score, abs=1e-4)
+    assert found[0].tokens == tokens
+    assert [h.score for h in found] == sorted((h.score for h in found), reverse=True)
+
+
+def table(entries: dict[str, dict[str, float]]) -> Callable[[tuple[int, ...]], list[float]]:
+    """Probabilities written as words: what was read, then the next token ("." ends)."""
+    ids = {"A": A, "B": B, "C": C, ".": EOS}
+
+    def script(tokens: tuple[int, ...]) -> list[float]:
+        read = "".join({v: k for k, v in ids.items()}[t] for t in tokens[1:])
+        logits = [-math.inf] * VOCABULARY
+        for token, probability in entries[read].items():
+            logits[ids[token]] = math.log(probability)
+        return logits
+
+    return script
+
+
+WORKED = {
+    "": {"A": 0.5, "B": 0.4, ".": 0.1},
+    "A": {"A": 0.35, "B": 0.35, ".": 0.3},
+    "B": {".": 0.9, "A": 0.1},
+    "AA": {".": 1.0},
+    "AB": {".": 0.6, "A": 0.4},
+    "BA": {".": 1.0},
+    "ABA": {".": 1.0},
+}
+
+
+def test_a_worked_example(scripted: Callable[..., Scripted]) -> None:
+    """Beam 2. Step 1 keeps A (0.5) and B (0.4). Step 2 ranks B. (0.36), AA and AB (0.175 each), A. (0.15): B. is
+    finished, AA keeps its place, AB moves up; A. is of rank 4 and dropped. Step 3 ranks AA. (0.175), AB. (0.105): both
+    end, which makes three hypotheses, one more than the beam."""
+    options = BeamOptions(beam_size=2, max_new_tokens=9, num_hypotheses=2, length_penalty=1.0)
+    found = beam_search(scripted(table(WORKED)), [4, EOS], options)
+    assert [h.tokens for h in found] == [[B], [A, A]]
+    assert found[0].score == pytest.approx(math.log(0.36) / 2)
+    assert found[1].score == pytest.approx(math.log(0.175) / 3)
+    assert found[0].log_probs == pytest.approx([math.log(0.4), math.log(0.9)])
+    assert {h.finish_reason for h in found} == {"stop"}
+
+
+def test_without_length_penalty_the_first_finished_rank_may_end_it(scripted: Callable[..., Scripted]) -> None:
+    """B. is ranked first in step 2, and one hypothesis is wanted: no third step is run."""
+    reads: list[int] = []
+
+    def script(tokens: tuple[int, ...]) -> list[float]:
+        reads.append(len(tokens))
+        return table(WORKED)(tokens)
+
+    options = BeamOptions(beam_size=2, max_new_tokens=9, length_penalty=0.0)
+    assert beam_search(scripted(script), [4, EOS], options)[0].tokens == [B]
+    assert max(reads) == 2
+
+
+def test_the_last_step_finishes_every_beam(scripted: Callable[..., Scripted]) -> None:
+    """Cut off after one step, both beams come back with finish reason length."""
+    options = BeamOptions(beam_size=2, max_new_tokens=1, num_hypotheses=2)
+    found = beam_search(scripted(table(WORKED)), [4, EOS], options)
+    assert [(h.tokens, h.finish_reason) for h in found] == [([A], "length"), ([B], "length")]
+
+
+def test_beam_one_is_greedy(make_model: MakeModel) -> None:
+    """Same tokens, same log-probabilities, same finish."""
+    model = make_model()
+    for source in ([4, 5, 2], [9, 2], [11, 10, 9, 8, 2]):
+        one = greedy(model, [source], 12)[0]
+        beam = beam_search(model, source, BeamOptions(beam_size=1, max_new_tokens=12))[0]
+        assert (one.tokens, one.finish_reason) == (beam.tokens, beam.finish_reason)
+        assert one.log_probs == pytest.approx(beam.log_probs, abs=1e-5)
+        assert beam.score == pytest.approx(one.score / len(one.log_probs), abs=1e-5)
+
+
+def test_cached_greedy_equals_decoding_from_scratch(make_model: MakeModel) -> None:
+    """The whole prefix through ``decode`` at each step gives the tokens of the cached steps, rows together or alone."""
+    model = make_model()
+    sources = [[4, 5, 6, 2], [7, 2], [8, 9, 10, 11, 4, 2], [5, 2]]
+    together = greedy_all(model, sources, 10, batch_rows=3)
+    for source, hypothesis in zip(sources, together, strict=True):
+        read = [SPECIAL_IDS.decoder_start]
+        with torch.inference_mode():
+            for _ in range(10):
+                logits = model.forward(torch.tensor([source]), torch.tensor([len(source)]).int(), torch.tensor([read]))
+                read.append(int(allowed_log_probs(logits[:, -1], SPECIAL_IDS).argmax()))
+                if read[-1] == EOS:
+                    break
+        expected = [token for token in read[1:] if token != EOS]
+        assert hypothesis.tokens == expected
+        assert greedy(model, [source], 10)[0].tokens == expected
+
+
+@pytest.mark.parametrize("banned", [SPECIAL_IDS.pad, SPECIAL_IDS.bos, SPECIAL_IDS.unk])
+def test_pad_bos_and_unk_are_never_produced(scripted: Callable[..., Scripted], banned: int) -> None:
+    """Even with the highest logit at step 3, in greedy and in every beam; the others share the whole probability."""
+
+    def script(tokens: tuple[int, ...]) -> list[float]:
+        logits = [0.0, 0.0, -2.0, 0.0, 1.0, 0.5, 0.0]
+        if len(tokens) == 3:
+            logits[banned] = 50.0
+        return logits
+
+    model = scripted(script)
+    outputs = greedy(model, [[4, EOS]], 5)
+    outputs += beam_search(model, [4, EOS], BeamOptions(beam_size=4, max_new_tokens=5, num_hypotheses=4))
+    for hypothesis in outputs:
+        assert not {SPECIAL_IDS.pad, SPECIAL_IDS.bos, SPECIAL_IDS.unk} & set(hypothesis.tokens)
+    mass = math.exp(-2) + math.e + math.exp(0.5) + 1
+    assert outputs[0].log_probs == pytest.approx([1 - math.log(mass)] * 5, abs=1e-5)
+
+
+def test_a_model_that_never_ends_is_cut_with_reason_length(scripted: Callable[..., Scripted]) -> None:
+    """500 steps, far beyond anything trained."""
+    output = greedy(scripted(lambda _: [0.0, 0.0, -50.0, 0.0, 1.0, 0.0, 0.0]), [[4, EOS]], 500)[0]
+    assert (output.tokens, output.finish_reason) == ([A] * 500, "length")
+
+
+def test_decoding_starts_from_the_one_decoder_start_id(scripted: Callable[..., Scripted]) -> None:
+    """Greedy and beam read first what the special ids say, whatever it is."""
+    reads: list[int] = []
+
+    def script(tokens: tuple[int, ...]) -> list[float]:
+        reads.append(tokens[0])
+        return [0.0, 0.0, 9.0, 0.0, 0.0, 0.0, 0.0]
+
+    special = SpecialIds(decoder_start=6)
+    greedy(scripted(script), [[4, EOS]], 5, special)
+    beam_search(scripted(script), [4, EOS], BeamOptions(beam_size=2, max_new_tokens=5), special)
+    assert set(reads) == {6}
+
+
+@pytest.mark.parametrize("values", [{"beam_size": 2, "num_hypotheses": 3}, {"beam_size": 1, "max_new_tokens": 0}])
+def test_impossible_options_are_refused(values: dict[str, int]) -> None:
+    """More hypotheses than beams, or no step at all."""
+    with pytest.raises(ValueError, match="it must be"):
+        BeamOptions(**{"max_new_tokens": 5, **values})  # type: ignore[arg-type]

@@ -1,0 +1,102 @@
+"""The transformer: caching, padding and positions."""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dragoman_training.data import pad
+from dragoman_training.decode import empty_caches
+from dragoman_training.model import Transformer, sinusoidal_positions
+
+MakeModel = Callable[..., Transformer]
+SOURCES = [[4, 5, 6, 7, 8, 9, 10, 2], [5, 2], [11, 4, 4, 2]]
+TARGETS = [[1, 4, 5, 6, 7, 8], [1, 9, 9, 4, 4, 5], [1, 5, 4, 5, 4, 5]]
+
+
+def lengths_of(rows: list[list[int]]) -> torch.Tensor:
+    return torch.tensor([len(row) for row in rows], dtype=torch.int32)
+
+
+def logits_of(model: Transformer, sources: list[list[int]], targets: list[list[int]]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.forward(pad(sources, 0), lengths_of(sources), torch.tensor(targets))
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_first": False, "activation": "gelu"}, {"activation": "silu"}])
+def test_cached_steps_equal_teacher_forcing_on_ragged_rows(make_model: MakeModel, changes: dict[str, object]) -> None:
+    """One token at a time with cached keys and values gives the logits of the whole target at once."""
+    model = make_model(**changes)
+    expected = logits_of(model, SOURCES, TARGETS)
+    with torch.inference_mode():
+        lengths = lengths_of(SOURCES)
+        memory = model.keys_values(model.encode(pad(SOURCES, 0), lengths))
+        past = empty_caches(model, 3, 9, memory)
+        for position in range(6):
+            tokens = torch.tensor([target[position] for target in TARGETS])
+            cached = torch.full((3,), position, dtype=torch.int32)
+            logits, past = model.step(tokens, cached, past, memory, lengths)
+            torch.testing.assert_close(logits, expected[:, position], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_one_step_may_stand_at_different_positions(make_model: MakeModel) -> None:
+    """A row that is two tokens behind its neighbour gets its own logits: the cache holds each row's own length."""
+    model = make_model()
+    expected = logits_of(model, SOURCES[:2], TARGETS[:2])
+    with torch.inference_mode():
+        lengths = lengths_of(SOURCES[:2])
+        memory = model.keys_values(model.encode(pad(SOURCES[:2], 0), lengths))
+        past = empty_caches(model, 2, 9, memory)
+        for position in range(4):
+            behind = max(position - 2, 0)
+            tokens = torch.tensor([TARGETS[0][position], TARGETS[1][behind]])
+            logits, past = model.step(tokens, torch.tensor([position, behind]).int(), past, memory, lengths)
+        torch.testing.assert_close(logits[0], expected[0, 3], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits[1], expected[1, 1], rtol=1e-4, atol=1e-5)
+
+
+def test_neighbours_and_padding_do_not_change_a_row(make_model: MakeModel) -> None:
+    """Alone, beside rows of any length, or padded far beyond its length: a row's logits stay, and none is NaN."""
+    model = make_model()
+    alone = [logits_of(model, [s], [t])[0] for s, t in zip(SOURCES, TARGETS, strict=True)]
+    for order in itertools.permutations(range(3)):
+        together = logits_of(model, [SOURCES[i] for i in order], [TARGETS[i] for i in order])
+        assert torch.isfinite(together).all()
+        for row, index in enumerate(order):
+            torch.testing.assert_close(together[row], alone[index], rtol=1e-4, atol=1e-5)
+    for width in (16, 64, 256):
+        padded = torch.full((1, width), 7)  # padding of any content
+        padded[0, :2] = torch.tensor(SOURCES[1])
+        with torch.inference_mode():
+            logits = model.forward(padded, torch.tensor([2]).int(), torch.tensor([TARGETS[1]]))
+        torch.testing.assert_close(logits[0], alone[1], rtol=1e-4, atol=1e-5)
+
+
+def test_later_target_tokens_do_not_change_earlier_logits(make_model: MakeModel) -> None:
+    """Decoder self-attention looks back only."""
+    model = make_model()
+    changed = [target[:3] + [9, 9, 9] for target in TARGETS]
+    before, after = logits_of(model, SOURCES, TARGETS), logits_of(model, SOURCES, changed)
+    torch.testing.assert_close(before[:, :3], after[:, :3], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(before[:, 4], after[:, 4])
+
+
+def test_positions_have_no_table_to_run_out_of(make_model: MakeModel) -> None:
+    """Positions far beyond anything trained are computed, and a decoder steps there without error."""
+    wave = sinusoidal_positions(torch.tensor([100_000]), 8)[0]
+    assert wave[0].item() == pytest.approx(math.sin(100_000), abs=1e-2)
+    assert wave[7].item() == pytest.approx(math.cos(100_000 / 10_000), abs=1e-4)
+    model = make_model()
+    source = torch.randint(4, 12, (1, 3000))
+    logits = logits_of(model, source.tolist(), torch.randint(4, 10, (1, 2000)).tolist())
+    assert logits.shape == (1, 2000, 10)
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize(("tied", "embeddings"), [("none", 3), ("target", 2), ("all", 1)])
+def test_tied_embeddings_share_their_weights(make_model: MakeModel, tied: str, embeddings: int) -> None:
+    """Each degree of tying saves one matrix of vocabulary size."""
+    model = make_model(tied_embeddings=tied, source_vocab_size=10)
+    assert sum(p.shape == (10, 16) for p in model.parameters()) == embeddings
