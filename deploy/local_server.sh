@@ -42,7 +42,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 with open(sys.argv[1], encoding="utf-8") as file:
     ready = json.load(file)
 target = f"127.0.0.1:{ready['port']}"
-with grpc.insecure_channel(target) as channel:
+with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
     health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
 if health.status != health_pb2.HealthCheckResponse.SERVING:
     sys.exit(f"the server is {health_pb2.HealthCheckResponse.ServingStatus.Name(health.status)}, not SERVING")

@@ -83,7 +83,7 @@ assert Path.cwd() not in Path(dragoman.__file__).parents, dragoman.__file__
 for name in ("torch", "onnx"):
     assert importlib.util.find_spec(name) is None, f"{name} is installed beside the wheel"
 PY
-"$work/venv/bin/pytest" --ignore=tests/unit/training --ignore=tests/unit/export \
+"$work/venv/bin/pytest" --ignore=tests/unit/training \
   tests/unit tests/integration/server tests/system/test_quickstart.py
 
 begin finished

@@ -35,7 +35,6 @@ from dragoman_export.errors import ExportError
 from dragoman_export.graphs import DecoderGraph, EncoderGraph
 from dragoman_export.trace import OPSET, trace
 from dragoman_export.verify import Parity, golden_set, verify
-from dragoman_training.attention import TorchAttention
 from dragoman_training.checkpoint import LoadedCheckpoint
 from dragoman_training.data import encode_source
 
@@ -54,6 +53,7 @@ class ExportResult:
     bundle: ModelBundle
     parity: Parity
     num_golden_cases: int
+    num_skipped_sources: int  # blank, over the limit, or with characters that the model does not know
 
 
 def export(
@@ -68,19 +68,19 @@ def export(
 ) -> ExportResult:
     """Export for the CPU in fp32. ``texts`` (dev sources) are what the comparison with PyTorch runs on.
 
-    Raises ExportError when a check fails, BundleError when ``out`` exists.
+    Those that the model would refuse are left out and counted. Raises ExportError when a check fails, BundleError when
+    ``out`` exists.
     """
     tokenizer = SourceTokenizer(
         PlainVocabulary.load(checkpoint.folder / SOURCE_TOKENIZER_FILE), (), (checkpoint.special.eos,), UNKNOWN_POLICY
     )
-    sources = [_encode(checkpoint, tokenizer, text) for text in texts]
-    if not sources:
-        raise ExportError("no source to compare with PyTorch on: give the dev sources")
+    encoded = [(text, source) for text in texts if (source := _encode(checkpoint, tokenizer, text)) is not None]
+    if not encoded:
+        raise ExportError(f"the model accepts none of the {len(texts)} sources: give dev sources to compare on")
+    sources = [source for _, source in encoded]
     model = checkpoint.model.eval()
     encoder = trace(EncoderGraph(model), ENCODER_FILE)
     decoder = trace(DecoderGraph(model), DECODER_FILE)
-    model.use_attention(TorchAttention())
-
     graphs = GraphSet("cpu", "fp32", OPSET, encoder.declaration, decoder.declaration, GOLDEN_FILE, {})
     manifest = _manifest(checkpoint, graphs, name, version, quality)
     files = {
@@ -90,27 +90,28 @@ def export(
     }
     runner = OrtRunner(OrtModel(manifest.model, graphs, files.__getitem__), VERIFY_SLOTS, VERIFY_KV_CACHE_BYTES)
     rules = token_rules(manifest)
-    parity, references = verify(model, runner, rules, sources, manifest.limits.max_new_tokens)
-    golden = golden_set(model, rules, texts, sources, references)
+    parity, references = verify(model, runner, rules, sources, manifest.limits.max_new_tokens, checkpoint.special)
+    golden = golden_set(model, rules, [text for text, _ in encoded], sources, references)
     files[GOLDEN_FILE] = _golden_lines(golden)
     if notice is not None:
         files["NOTICE"] = notice
     graphs = dataclasses.replace(graphs, parity=parity.figures())
     bundle = save_bundle(dataclasses.replace(manifest, graphs=(graphs,)), files, out)
-    return ExportResult(bundle, parity, len(golden))
+    return ExportResult(bundle, parity, len(golden), len(texts) - len(encoded))
 
 
-def _encode(checkpoint: LoadedCheckpoint, tokenizer: SourceTokenizer, text: str) -> tuple[int, ...]:
-    """A text as the service will encode it. Raises ExportError unless training encodes it just so."""
+def _encode(checkpoint: LoadedCheckpoint, tokenizer: SourceTokenizer, text: str) -> tuple[int, ...] | None:
+    """A text as the service will encode it; None where it would refuse it.
+
+    Raises ExportError unless training encodes it just so.
+    """
     try:
         source = tokenizer.encode(text)
-    except InvalidRequestError as error:
-        raise ExportError(f"source {text!r} is none that the model accepts: {error}") from error
+    except InvalidRequestError:
+        return None
     if list(source) != encode_source(checkpoint.source_tokenizer, text):
         raise ExportError(f"the service encodes {text!r} as {list(source)}, training does not: the tokenizers differ")
-    if len(source) > checkpoint.max_source_tokens:
-        raise ExportError(f"source {text!r} has {len(source)} tokens; the model accepts {checkpoint.max_source_tokens}")
-    return source
+    return source if text.strip() and len(source) <= checkpoint.max_source_tokens else None
 
 
 def _manifest(

@@ -4,8 +4,9 @@ Each method emits one ``com.microsoft`` node, so nothing has to be recognised an
 MultiHeadAttention and GroupQueryAttention of ONNX Runtime's contrib domain
 (https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md).
 
-What the nodes assume, and the runner keeps: padding on the right, every length at least 1, and for a decoding step a
-cache whose past and present share one buffer.
+What the nodes assume, and the runner keeps: padding on the right (a mask is a length, so that left padding and holes
+cannot even be expressed), every length at least 1 (``GenerationRequest`` refuses an empty source), and for a decoding
+step a cache whose past and present share one buffer.
 """
 
 from __future__ import annotations

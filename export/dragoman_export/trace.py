@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import onnx
@@ -18,6 +19,7 @@ import torch
 from dragoman.bundle import Graph, TensorSpec
 from dragoman_export.errors import ExportError
 from dragoman_export.graphs import DecoderGraph, EncoderGraph, Signature
+from dragoman_training.attention import TorchAttention
 
 OPSET = 23
 COUNTED = ("MultiHeadAttention", "GroupQueryAttention")
@@ -35,7 +37,10 @@ class TracedGraph:
 def trace(module: EncoderGraph | DecoderGraph, file: str) -> TracedGraph:
     """Raises ExportError when the graph's shape or its fused nodes are not what the model requires."""
     signature = module.signature()
-    model = _export(module.eval(), signature)
+    try:
+        model = _export(module.eval(), signature)
+    finally:
+        module.model.use_attention(TorchAttention())  # tracing put the fused one in its place
     _strip(model)
     for kind, values, declared in (
         ("input", model.graph.input, signature.inputs),
@@ -81,9 +86,7 @@ def _export(module: EncoderGraph | DecoderGraph, signature: Signature) -> onnx.M
         name: {axis: dimensions[size] for axis, size in enumerate(shape) if isinstance(size, str)}
         for name, shape in signature.inputs.items()
     }
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # torch's own, about torch's own
-        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with _quiet(), torch.no_grad():
         program = torch.onnx.export(
             module,
             tuple(module.arguments(signature.examples)),
@@ -97,6 +100,20 @@ def _export(module: EncoderGraph | DecoderGraph, signature: Signature) -> onnx.M
         )
     assert program is not None
     return program.model_proto
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch's exporter says about torch."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 def _strip(model: onnx.ModelProto) -> None:

@@ -17,8 +17,9 @@ from dragoman.engine.replica import TokenRules, generate_all
 from dragoman.errors import DragomanError
 from dragoman.types import FloatArray, GenerationRequest, Runner
 from dragoman_export.errors import ExportError
-from dragoman_training.decode import Hypothesis, greedy
+from dragoman_training.decode import Hypothesis, greedy_all
 from dragoman_training.model import Transformer
+from dragoman_training.tokenizer import SPECIAL_IDS, SpecialIds
 
 MAX_LOGIT_DIFFERENCE = 1e-3  # fp32 sums in another order; a wrong weight or cache shows as 0.1 and more
 TIE_GAP = 1e-4  # two logits closer than this may come out either way
@@ -140,10 +141,15 @@ def compare_greedy(
 
 
 def verify(
-    model: Transformer, runner: Runner, rules: TokenRules, sources: Sequence[Source], max_new_tokens: int
+    model: Transformer,
+    runner: Runner,
+    rules: TokenRules,
+    sources: Sequence[Source],
+    max_new_tokens: int,
+    special: SpecialIds = SPECIAL_IDS,
 ) -> tuple[Parity, list[Hypothesis]]:
     """Both comparisons. Returns the figures and PyTorch's answers. Raises ExportError."""
-    references = greedy(model, sources, max_new_tokens)
+    references = greedy_all(model, sources, max_new_tokens, special)
     # Of all lengths, the shortest and the longest among them.
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     step = max(1, len(order) // PARITY_ROWS)

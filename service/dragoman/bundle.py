@@ -40,6 +40,9 @@ class ModelShape:
     source_vocab_size: int
     target_vocab_size: int
 
+    def __post_init__(self) -> None:
+        _check_positive("model", self)
+
 
 @dataclass(frozen=True)
 class SpecialIds:
@@ -49,6 +52,10 @@ class SpecialIds:
     decoder_start: int
     never_generated: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if self.eos in self.never_generated:
+            raise BundleError(f"special_ids.never_generated holds the end token {self.eos}: no answer could ever end")
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -56,6 +63,9 @@ class Limits:
 
     max_source_tokens: int
     max_new_tokens: int
+
+    def __post_init__(self) -> None:
+        _check_positive("limits", self)
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,12 @@ class Manifest:
     provenance: dict[str, str | int | float]
     files: dict[str, FileEntry] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        ids, size = self.special_ids, self.model.target_vocab_size
+        for index in (ids.eos, ids.decoder_start, *ids.never_generated):
+            if not 0 <= index < size:
+                raise BundleError(f"special_ids hold {index}, but the target vocabulary has {size} tokens")
+
     @property
     def checksum(self) -> str:
         """SHA-256 over all fields, and so, through the files' hashes, over the whole bundle."""
@@ -210,7 +226,11 @@ class ModelBundle:
     def golden(self, graphs: GraphSet) -> Iterator[GoldenCase]:
         """The golden set of a graph set."""
         for number, line in enumerate(self.read(graphs.golden).splitlines(), start=1):
-            case: GoldenCase = _parse(GoldenCase, json.loads(line), f"{graphs.golden}:{number}")
+            place = f"{graphs.golden}:{number}"
+            try:
+                case: GoldenCase = _parse(GoldenCase, json.loads(line), place)
+            except ValueError as error:
+                raise BundleError(f"{place} is not JSON: {error}") from error
             yield case
 
 
@@ -256,6 +276,12 @@ def save_bundle(manifest: Manifest, files: Mapping[str, bytes], path: Path) -> M
         shutil.rmtree(work, ignore_errors=True)
         raise
     return ModelBundle.load(path)
+
+
+def _check_positive(name: str, counts: ModelShape | Limits) -> None:
+    for key, value in dataclasses.asdict(counts).items():
+        if value < 1:
+            raise BundleError(f"{name}.{key} is {value}; it must be at least 1")
 
 
 def _check_file(path: Path, entry: FileEntry) -> None:

@@ -1,8 +1,7 @@
-"""Settings, validated once and passed down. The only reader of the environment and of the embedded models' place."""
+"""Settings, validated once and passed down, and where the embedded models are."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -12,11 +11,6 @@ from dragoman.errors import ConfigError
 DEFAULT_MODEL = "g2p-en"
 DEFAULT_PORT = 50051
 DEFAULT_METRICS_PORT = 9464
-
-
-def available_cpus() -> int:
-    """How many CPUs this process may use (its affinity, not the machine's count)."""
-    return len(os.sched_getaffinity(0))
 
 
 def embedded_models() -> list[str]:
@@ -45,7 +39,7 @@ class EngineConfig:
     num_threads: int = 1  # ONNX Runtime threads of one run
     max_waiting: int = 1024  # requests that wait, over all replicas; more are refused
     max_encode_tokens: int = 4096  # source tokens, padding included, of one encoder run
-    max_kv_cache_bytes: int = 1 << 30  # per replica; requests that would exceed it are refused
+    max_kv_cache_bytes: int = 2 << 30  # per replica; a model whose limits could exceed it is not served
     stuck_seconds: float = 30.0  # a step that takes longer means a hung engine
 
     def __post_init__(self) -> None:

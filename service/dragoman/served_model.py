@@ -8,8 +8,9 @@ from pathlib import Path
 from dragoman.bundle import GoldenCase, GraphSet, Manifest, ModelBundle, TokenizerEntry
 from dragoman.config import EngineConfig
 from dragoman.engine.engine import Engine
+from dragoman.engine.kv import kv_cache_bytes
 from dragoman.engine.replica import TokenRules, generate_all
-from dragoman.errors import BundleError, DragomanError
+from dragoman.errors import BundleError, ConfigError, DragomanError
 from dragoman.pipeline import TextLimits, TextPipeline
 from dragoman.tokenizer import PlainVocabulary, SourceTokenizer, TargetTokenizer
 from dragoman.types import GenerationRequest, GenerationResult, Runner, StatsListener
@@ -53,6 +54,7 @@ class ServedModel:
         graphs = bundle.graph_set(provider, precision)
         source, target = load_tokenizers(bundle)
         model = OrtModel(bundle.manifest.model, graphs, bundle.read, config.num_threads)
+        check_kv_cache(bundle.manifest, config)
         runners = [OrtRunner(model, config.num_slots, config.max_kv_cache_bytes) for _ in range(config.num_replicas)]
         rules = token_rules(bundle.manifest)
         for runner in runners:
@@ -67,6 +69,21 @@ class ServedModel:
     async def close(self) -> None:
         """Stop the engine; requests that still wait or run end with NotReadyError."""
         await self.engine.close()
+
+
+def check_kv_cache(manifest: Manifest, config: EngineConfig) -> None:
+    """Raises ConfigError if some request within the model's limits could ever exceed the KV budget.
+
+    So whatever is accepted can be served, whoever came before: capacities only grow, and never beyond this.
+    """
+    limits = manifest.limits
+    needed = kv_cache_bytes(manifest.model, config.num_slots, limits.max_source_tokens, limits.max_new_tokens)
+    if needed > config.max_kv_cache_bytes:
+        raise ConfigError(
+            f"{config.num_slots} slots of {limits.max_source_tokens} source and {limits.max_new_tokens} target tokens "
+            f"may need {needed} bytes of KV cache, the limit is {config.max_kv_cache_bytes}: lower --slots or raise "
+            "--max-kv-cache-bytes"
+        )
 
 
 def token_rules(manifest: Manifest) -> TokenRules:

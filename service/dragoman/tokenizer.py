@@ -58,7 +58,7 @@ class PlainVocabulary:
 
     def split(self, text: str) -> Sequence[str]:
         """The units of a text, known or not."""
-        return text if self.unit == "character" else text.split(" ")
+        return text if self.unit == "character" else [piece for piece in text.split(" ") if piece]
 
 
 class SourceTokenizer:
@@ -98,14 +98,9 @@ class SourceTokenizer:
             raise InvalidRequestError(self._describe(list(unknown)))
         return (*self._start, *ids, *self._end)
 
-    def tokens(self, ids: Iterable[int]) -> list[str]:
-        """The source tokens' names, for logs and alignment."""
-        return [self._vocabulary.tokens[index] for index in ids]
-
     def _describe(self, unknown: list[str]) -> str:
-        shown = ", ".join(
-            f"{u!r} (U+{ord(u):04X})" if len(u) == 1 else repr(u) for u in unknown[:_MAX_NAMED_CHARACTERS]
-        )
+        named = unknown[:_MAX_NAMED_CHARACTERS]
+        shown = ", ".join(f"{u!r} (U+{ord(u):04X})" if len(u) == 1 else repr(u[:40]) for u in named)
         more = f" and {len(unknown) - _MAX_NAMED_CHARACTERS} more" if len(unknown) > _MAX_NAMED_CHARACTERS else ""
         known = list(self._ids)
         accepts = f"it knows {' '.join(known)}" if len(known) <= 64 else f"it knows {len(known)} others"

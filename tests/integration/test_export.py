@@ -120,6 +120,39 @@ def test_a_rows_logits_do_not_depend_on_its_neighbours(bundle, rules):
         np.testing.assert_allclose(beside[-1], alone, atol=1e-5)
 
 
+def encoder_outputs(bundle, lengths, size=8):
+    """The encoder's outputs for rows of the same tokens and the given lengths, straight from the graph."""
+    graphs = bundle.manifest.graphs[0]
+    session = OrtModel(bundle.manifest.model, graphs, bundle.read).encoder
+    source = np.tile(np.arange(4, 4 + size), (len(lengths), 1))
+    feeds = {"source": source, "source_lengths": np.array(lengths, np.int32)}
+    return [array.copy() for array in session.run(None, feeds)]
+
+
+@pytest.mark.parametrize("middle", [0, 1, 3, 8])
+def test_a_masked_row_gives_no_nan_and_leaves_its_neighbours_alone(bundle, middle):
+    """Three rows, the one in the middle fully masked, of length 1, or longer: all finite, the others as without it."""
+    with_row = encoder_outputs(bundle, [3, middle, 5])
+    without = encoder_outputs(bundle, [3, 5])
+    for a, b in zip(with_row, without, strict=True):
+        assert np.isfinite(a).all()
+        np.testing.assert_allclose(a[0, :, :3], b[0, :, :3], atol=1e-6)
+        np.testing.assert_allclose(a[2, :, :5], b[1, :, :5], atol=1e-6)
+
+
+def test_fused_attention_equals_unfused_for_every_mask_that_can_be_made(bundle, checkpoint):
+    """The only mask is a length, on the right: the fused encoder equals PyTorch's on the real positions of each."""
+    lengths = list(range(1, 9))
+    fused = encoder_outputs(bundle, lengths)
+    source = torch.tensor(np.tile(np.arange(4, 12), (8, 1)))
+    with torch.inference_mode():
+        memory = checkpoint.model.encode(source, torch.tensor(lengths, dtype=torch.int32))
+        unfused = [tensor.numpy() for pair in checkpoint.model.keys_values(memory) for tensor in pair]
+    for a, b in zip(fused, unfused, strict=True):
+        for row, length in enumerate(lengths):
+            np.testing.assert_allclose(a[row, :, :length], b[row, :, :length], atol=1e-4)
+
+
 def test_what_a_slot_held_before_leaves_no_trace(runner, rules):
     """A slot used by a long request and then by a short one gives what a fresh slot gives."""
     source, target = (6, 9, 2), (5, 6, 7)

@@ -147,7 +147,7 @@ def test_it_serves_until_ctrl_c():
         assert target, text
         with urllib.request.urlopen(url[1], timeout=10) as answer:
             metrics = answer.read()
-        with grpc.insecure_channel(target[1]) as channel:
+        with grpc.insecure_channel(target[1], options=[("grpc.enable_http_proxy", 0)]) as channel:
             grpc.channel_ready_future(channel).result(timeout=10)
         os.killpg(process.pid, signal.SIGINT)  # as the terminal's Ctrl-C
         _, err = process.communicate(timeout=SECONDS)

@@ -49,7 +49,7 @@ def test_a_trained_model_is_served_with_exact_answers(reverse_bundle, reverse_da
     with serving(reverse_bundle) as (process, ready):
         assert ready["models"] == ["reverse"]
         target = f"127.0.0.1:{ready['port']}"
-        with grpc.insecure_channel(target) as channel:
+        with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
             status = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status
             assert status == health_pb2.HealthCheckResponse.SERVING
         with Client(target) as client:

@@ -16,6 +16,7 @@ from dragoman_training.errors import ConfigError
 ACTIVATIONS = ("relu", "gelu", "silu")
 TIED_EMBEDDINGS = ("none", "target", "all")
 TOKENIZER_UNITS = ("character", "piece")
+OPTIMIZERS = ("adamw", "muon")
 
 
 def require(valid: bool, key: str, value: object, remedy: str) -> None:
@@ -106,19 +107,25 @@ class DataConfig:
     target_unit: str
     max_source_tokens: int
     max_target_tokens: int
-    batch_tokens: int  # the limit for rows x longest source and for rows x longest target
+    batch_tokens: int  # the limit for rows x longest side; each worker has an equal share of it
+    length_spread: float = 0.0  # tokens by which lengths of one batch may differ: padding buys more varied batches
 
     def __post_init__(self) -> None:
         require_choice("data.source_unit", self.source_unit, TOKENIZER_UNITS)
         require_choice("data.target_unit", self.target_unit, TOKENIZER_UNITS)
         require_positive("data", self, "max_source_tokens", "max_target_tokens", "batch_tokens")
+        spread = self.length_spread
+        require(math.isfinite(spread) and spread >= 0, "data.length_spread", spread, "it must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019), label smoothing and gradient clipping."""
+    """AdamW (Loshchilov and Hutter 2019), or Muon for the matrices beside it; label smoothing, gradient clipping."""
 
     learning_rate: float  # the peak
+    kind: str = "adamw"  # or "muon": see muon.py
+    matrix_rate: float = 1.0  # muon: multiplies the learning rate of the matrices
+    momentum: float = 0.95  # muon
     beta1: float = 0.9
     beta2: float = 0.98
     epsilon: float = 1e-9
@@ -127,8 +134,9 @@ class OptimizerConfig:
     max_gradient_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        require_positive("optimizer", self, "learning_rate", "epsilon", "max_gradient_norm")
-        for name in ("beta1", "beta2", "label_smoothing"):
+        require_choice("optimizer.kind", self.kind, OPTIMIZERS)
+        require_positive("optimizer", self, "learning_rate", "matrix_rate", "epsilon", "max_gradient_norm")
+        for name in ("beta1", "beta2", "momentum", "label_smoothing"):
             value = getattr(self, name)
             require(0 <= value < 1, f"optimizer.{name}", value, "it must be at least 0 and below 1")
         decay = self.weight_decay
@@ -185,9 +193,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         longest = max(self.data.max_source_tokens, self.data.max_target_tokens)
+        least = longest * self.loop.workers
         require(
-            self.data.batch_tokens >= longest,
+            self.data.batch_tokens >= least,
             "data.batch_tokens",
             self.data.batch_tokens,
-            f"it must hold at least one longest row ({longest} tokens)",
+            f"it must hold a longest row ({longest} tokens) for each worker: at least {least}",
         )

@@ -96,11 +96,15 @@ def encode_pairs(
     return Dataset(pairs, len(sources) - len(pairs))
 
 
-def plan_batches(pairs: Sequence[Pair], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+def plan_batches(
+    pairs: Sequence[Pair], batch_tokens: int, seed: int, epoch: int, length_spread: float = 0.0
+) -> list[list[int]]:
     """The epoch's batches as indices into ``pairs``: every pair once, rows x longest side at most ``batch_tokens``.
 
     Neighbours in (source length, target length) share a batch; which of the equals meet, and the order of the batches,
-    are drawn anew each epoch. Raises ``DataError`` for a single pair over the budget.
+    are drawn anew each epoch. With a ``length_spread``, pairs are sorted by their longer side plus a random number up
+    to it instead: a batch then mixes lengths, at the price of padding. Raises ``DataError`` for a single pair over the
+    budget.
     """
     random = np.random.default_rng([seed, epoch])
     order = random.permutation(len(pairs))
@@ -108,10 +112,14 @@ def plan_batches(pairs: Sequence[Pair], batch_tokens: int, seed: int, epoch: int
     target_lengths = np.array([len(pairs[i].target) for i in order])
     # Target lengths rise for even and fall for odd source lengths: no jump where one source length ends.
     snake = np.where(source_lengths % 2 == 0, target_lengths, -target_lengths)
+    ranks = np.lexsort((snake, source_lengths))
+    if length_spread:
+        noise = random.uniform(0, length_spread, len(pairs))
+        ranks = np.argsort(np.maximum(source_lengths, target_lengths) + noise, kind="stable")
     batches: list[list[int]] = []
     current: list[int] = []
     longest = 0
-    for index in order[np.lexsort((snake, source_lengths))].tolist():
+    for index in order[ranks].tolist():
         size = max(len(pairs[index].source), len(pairs[index].target))
         if size > batch_tokens:
             raise DataError(f"a pair of {size} tokens is over the batch budget of {batch_tokens}: raise batch_tokens")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dragoman_training.config import OptimizerConfig, ScheduleConfig
+from dragoman_training.muon import MuonWithAdamW
 
 
 def smoothed_loss(logits: Tensor, labels: Tensor, pad: int, smoothing: float) -> tuple[Tensor, int]:
@@ -39,7 +41,9 @@ def learning_rate(step: int, peak: float, schedule: ScheduleConfig) -> float:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW in two groups: matrices of linear layers decay; biases, norms and embeddings do not.
+    """Two groups: matrices of linear layers, which decay, and biases, norms and embeddings, which do not.
+
+    AdamW for both, or Muon for the matrices.
 
     An embedding tied to a projection counts as an embedding. The order of parameters, and with it the saved state,
     follows the model's definition.
@@ -51,5 +55,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
         matrix = parameter.ndim > 1 and id(parameter) not in embeddings
         (decayed if matrix else kept).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+    options: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.epsilon,
+        "fused": True,
+    }
+    if config.kind == "muon":
+        return MuonWithAdamW(groups, matrix_rate=config.matrix_rate, momentum=config.momentum, **options)
+    return torch.optim.AdamW(groups, **options)

@@ -91,18 +91,19 @@ class Trainer:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def step(self, pairs: list[data.Pair]) -> None:
+    def step(self, shares: list[list[data.Pair]]) -> None:
         """One update, or none and a count where the gradient is not finite."""
         progress, optimizer = self.progress, self.config.optimizer
         progress.step += 1
-        loss, tokens = self.workers.accumulate(pairs)
+        loss, tokens = self.workers.accumulate(shares)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), optimizer.max_gradient_norm)
         progress.target_tokens += tokens
         if math.isfinite(norm.item()):
             rate = learning_rate(progress.step, optimizer.learning_rate, self.config.schedule)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            self.optimizer.step()
+            with self.workers.together():
+                self.optimizer.step()
             progress.bad_in_a_row = 0
             progress.loss_sum += loss
             progress.loss_tokens += tokens
@@ -115,15 +116,18 @@ class Trainer:
                 f" optimizer.learning_rate ({optimizer.learning_rate}) or lengthen schedule.warmup_steps"
             )
 
-    def batches(self) -> Iterator[list[data.Pair]]:
-        """Endless batches from the saved position on; keeps epoch and position up to date."""
+    def batches(self) -> Iterator[list[list[data.Pair]]]:
+        """Endless batches, a share for each worker, from the saved position on; keeps epoch and position up to date.
+
+        The shares are planned one by one, so that a batch mixes short and long pairs without padding.
+        """
         pairs, loop = self.train_data.pairs, self.config.loop
+        budget, spread = self.config.data.batch_tokens // loop.workers, self.config.data.length_spread
         while True:
-            plan = data.plan_batches(pairs, self.config.data.batch_tokens, loop.seed, self.progress.epoch)
-            while self.progress.position < len(plan):
-                chosen = plan[self.progress.position]
+            plan = data.plan_batches(pairs, budget, loop.seed, self.progress.epoch, spread)
+            while (start := self.progress.position * loop.workers) < len(plan):
                 self.progress.position += 1
-                yield [pairs[i] for i in chosen]
+                yield [[pairs[i] for i in share] for share in plan[start : start + loop.workers]]
             self.progress.epoch += 1
             self.progress.position = 0
 

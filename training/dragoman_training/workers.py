@@ -8,8 +8,9 @@ nothing depends on which thread is faster: the sum of the gradients is taken in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
@@ -53,6 +54,13 @@ class Workers:
         self.pool.shutdown(cancel_futures=True)
         torch.set_num_threads(self.threads_before)
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """The workers are idle here: the caller's own products may use their cores."""
+        torch.set_num_threads(len(self.models))
+        yield
+        torch.set_num_threads(1)
+
     def map(self, work: Callable[[Transformer, Item], Result], items: Sequence[Item]) -> list[Result]:
         """``work(model, item)`` for each item, item n by worker n modulo count, in order."""
         count = len(self.models)
@@ -64,10 +72,12 @@ class Workers:
         shares = [future.result() for future in [self.pool.submit(share, index) for index in range(count)]]
         return [shares[n % count][n // count] for n in range(len(items))]
 
-    def accumulate(self, pairs: Sequence[Pair]) -> tuple[float, int]:
-        """Leave the gradient of the mean loss a token in the first model; return summed loss and number of tokens."""
-        total = sum(len(pair.target) for pair in pairs)
-        size = -(-len(pairs) // len(self.models))
+    def accumulate(self, shares: Sequence[Sequence[Pair]]) -> tuple[float, int]:
+        """Leave the gradient of the mean loss a token in the first model; return summed loss and number of tokens.
+
+        ``shares`` are at most as many as there are workers, each padded by itself.
+        """
+        total = sum(len(pair.target) for share in shares for pair in share)
 
         def backward(model: Transformer, share: Sequence[Pair]) -> float:
             model.zero_grad()
@@ -79,7 +89,7 @@ class Workers:
             (loss / max(total, 1)).backward()  # type: ignore[no-untyped-call]
             return loss.item()
 
-        losses = self.map(backward, [pairs[n * size : (n + 1) * size] for n in range(len(self.models))])
+        losses = self.map(backward, [*shares, *[[]] * (len(self.models) - len(shares))])
         first = gradients(self.models[0])
         for replica in self.models[1:]:
             if others := gradients(replica):  # none for an empty share

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SUMMARY = "turn a checkpoint into a verified ONNX bundle"
-EXTRA: str | None = "export"
+EXTRA: str | None = "cpu,export"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,8 @@ def _export(args: argparse.Namespace) -> None:
         print(f"{graph.file}: {counts}, as the model requires")
     parity = result.parity
     print(f"logits: at most {parity.max_logit_difference:.2g} from PyTorch's, at every step of ragged batches")
-    print(f"greedy: {parity.num_greedy_sources} sources, tokens equal to PyTorch's, {len(parity.ties)} ties")
+    skipped = f" ({result.num_skipped_sources} more are none that it accepts)" if result.num_skipped_sources else ""
+    print(f"greedy: {parity.num_greedy_sources} sources{skipped}, tokens equal to PyTorch's, {len(parity.ties)} ties")
     for tie in parity.ties:
         print(f"  tie: source {tie.source}, token {tie.step}, logits {tie.gap:.2g} apart")
     print(f"golden set: {result.num_golden_cases} sources")

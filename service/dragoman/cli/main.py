@@ -65,6 +65,10 @@ def _run(entry: EntryPoint, arguments: Sequence[str]) -> int:
         return status
     except DragomanError as error:
         return _fail(f"dragoman {entry.name}: error: {error}")
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a file or folder that a person named
+        return _fail(f"dragoman {entry.name}: error: {error}")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if extra is None or missing in ("", *_OWN_PACKAGES):

@@ -20,7 +20,10 @@ _ENGINE_FLAGS: Final = {
     "num_threads": ("--threads", "ONNX Runtime threads of one run"),
     "max_waiting": ("--max-waiting", "requests that may wait; more are refused"),
     "max_encode_tokens": ("--max-encode-tokens", "source tokens, padding included, of one encoder run"),
-    "max_kv_cache_bytes": ("--max-kv-cache-bytes", "KV memory of one replica; requests beyond it are refused"),
+    "max_kv_cache_bytes": (
+        "--max-kv-cache-bytes",
+        "KV memory of one replica; a model that could need more is not served",
+    ),
     "stuck_seconds": ("--stuck-seconds", "a step that takes longer means a hung engine: the server exits"),
 }
 

@@ -27,6 +27,12 @@ def capacity_for(num_tokens: int) -> int:
     return capacity
 
 
+def kv_cache_bytes(shape: ModelShape, num_slots: int, num_source_tokens: int, num_target_tokens: int) -> int:
+    """Memory of so many slots with room for such lengths."""
+    token_bytes = shape.decoder_layers * shape.num_heads * shape.head_dim * 4 * 2  # fp32 keys and values
+    return num_slots * token_bytes * (capacity_for(num_source_tokens) + capacity_for(num_target_tokens))
+
+
 class KvStore:
     """Rows of keys and values. Row r of every array belongs to slot r."""
 
@@ -47,12 +53,7 @@ class KvStore:
 
     @property
     def num_bytes(self) -> int:
-        return self._bytes(self.source_capacity, self.target_capacity)
-
-    def _bytes(self, source_capacity: int, target_capacity: int) -> int:
-        shape = self._shape
-        row_bytes = shape.num_heads * shape.head_dim * 4 * 2  # fp32 key and value of one token
-        return self.num_slots * shape.decoder_layers * row_bytes * (source_capacity + target_capacity)
+        return kv_cache_bytes(self._shape, self.num_slots, self.source_capacity, self.target_capacity)
 
     def reserve(self, num_source_tokens: int, num_target_tokens: int) -> None:
         """Make room for a row of such lengths, keeping what is stored.
@@ -63,7 +64,7 @@ class KvStore:
         target_capacity = max(self.target_capacity, capacity_for(num_target_tokens))
         if (source_capacity, target_capacity) == (self.source_capacity, self.target_capacity):
             return
-        needed = self._bytes(source_capacity, target_capacity)
+        needed = kv_cache_bytes(self._shape, self.num_slots, source_capacity, target_capacity)
         if needed > self._max_bytes:
             raise OverloadedError(
                 f"{num_source_tokens} source and {num_target_tokens} target tokens need a KV cache of {needed} bytes "

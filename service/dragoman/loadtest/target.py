@@ -16,6 +16,7 @@ from dragoman.v1.generation_pb2 import GenerateRequest
 from dragoman.v1.generation_pb2_grpc import GenerationServiceStub
 
 _OPTIONS = (
+    ("grpc.enable_http_proxy", 0),  # a target is dialled directly, whatever proxies the environment names
     ("grpc.use_local_subchannel_pool", 1),  # else all channels to one target share one connection
     ("grpc.enable_retries", 0),  # a retried call would hide an error and count as slow
 )

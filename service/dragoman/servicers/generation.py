@@ -30,7 +30,7 @@ from dragoman.v1 import generation_pb2 as pb
 SERVICE: Final = "dragoman.v1.GenerationService"
 
 _BATCH_WINDOW: Final = 128
-"""Items of one batch that are in the engine together: enough to fill it, too few for a batch to fill the queue."""
+"""Items of one batch that are in work together: enough to fill an engine; of a line each, too few to fill its queue."""
 
 
 class ModelTable:
@@ -92,12 +92,18 @@ class GenerationServicer:
             raise InvalidRequestError(f"the batch has {num_items} items; this server accepts {limit}: split it")
         window = asyncio.Semaphore(_BATCH_WINDOW)
         async with asyncio.TaskGroup() as group:  # a cancelled call cancels them all
-            tasks = [group.create_task(self._batch_item(item, call, window)) for item in request.requests]
+            tasks = [
+                group.create_task(self._batch_item(item, f"requests[{index}]", call, window))
+                for index, item in enumerate(request.requests)
+            ]
         yield pb.BatchGenerateResponse(items=[task.result() for task in tasks])
 
-    async def _batch_item(self, request: pb.GenerateRequest, call: Call, window: asyncio.Semaphore) -> pb.BatchItem:
+    async def _batch_item(
+        self, request: pb.GenerateRequest, place: str, call: Call, window: asyncio.Semaphore
+    ) -> pb.BatchItem:
         async with window:
             try:
+                wire.check_known(request, place)
                 return pb.BatchItem(response=await self._answer_whole(request, call))
             except Exception as error:  # of this item alone
                 return pb.BatchItem(error=status_of(error))

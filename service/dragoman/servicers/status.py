@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 DOMAIN: Final = "dragoman"
 DETAILS_KEY: Final = "grpc-status-details-bin"
-MAX_MESSAGE_CHARACTERS: Final = 1000
-"""Headers are limited to a few KiB, and a message is in them twice: a longer one is cut."""
+MAX_MESSAGE_BYTES: Final = 1000
+"""Headers are limited to a few KiB, and a message is in them twice, once with each non-ASCII byte written as three."""
 
 _CODES: Final = {
     "invalid_request": grpc.StatusCode.INVALID_ARGUMENT,
@@ -117,8 +117,9 @@ def error_of_rpc(
 
 
 def _status(reason: str, message: str, retry_after_seconds: float | None = None) -> Status:
-    if len(message) > MAX_MESSAGE_CHARACTERS:
-        message = message[: MAX_MESSAGE_CHARACTERS - 1] + "…"
+    encoded = message.encode("utf-8", "replace")
+    if len(encoded) > MAX_MESSAGE_BYTES:
+        message = encoded[: MAX_MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "…"
     status = Status(code=_CODES.get(reason, grpc.StatusCode.INTERNAL).value[0], message=message)
     status.details.append(_pack(ErrorInfo(reason=reason, domain=DOMAIN)))
     if retry_after_seconds is not None:

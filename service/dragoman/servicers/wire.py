@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -25,32 +24,31 @@ _FINISH_REASONS: Final = {pb.FinishReason.Value(name): reason for reason, name i
 
 
 def parse(kind: type[M], data: bytes) -> M:
-    """Bytes as a message. Raises InvalidRequestError: no such message, bad UTF-8, or fields that are not known here."""
+    """Bytes as a message. Raises InvalidRequestError: no such message, bad UTF-8, or fields that are not known here.
+
+    It does not look into repeated messages: whoever handles one checks it with ``check_known``, so that their number
+    can be checked first and a bad one fails alone.
+    """
     try:
         message = kind.FromString(data)
     except DecodeError as error:
         name = kind.DESCRIPTOR.full_name
         raise InvalidRequestError(f"the request is no valid {name} message ({len(data)} bytes): {error}") from error
-    for place, number in _unknown_fields(message, kind.DESCRIPTOR.name):
-        raise InvalidRequestError(
-            f"{place} has a field {number} that this server does not know: "
-            "leave it out, or use a server whose version has it"
-        )
+    check_known(message, kind.DESCRIPTOR.name)
     return message
 
 
-def _unknown_fields(message: Message, place: str) -> Iterator[tuple[str, int]]:
+def check_known(message: Message, place: str) -> None:
+    """Raises InvalidRequestError for a field that is not known here, in this message or a single one inside it."""
     unknown = UnknownFieldSet(message)
-    for index in range(len(unknown)):
-        yield place, unknown[index].field_number
+    if len(unknown):
+        raise InvalidRequestError(
+            f"{place} has a field {unknown[0].field_number} that this server does not know: "
+            "leave it out, or use a server whose version has it"
+        )
     for field, value in message.ListFields():
-        if field.message_type is None:
-            continue
         if isinstance(value, Message):
-            yield from _unknown_fields(value, f"{place}.{field.name}")
-        else:  # no request holds a map, whose iteration would give keys
-            for index, item in enumerate(value):
-                yield from _unknown_fields(item, f"{place}.{field.name}[{index}]")
+            check_known(value, f"{place}.{field.name}")
 
 
 def options_from_wire(options: pb.DecodingOptions) -> DecodingOptions:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 import pytest
 
 from dragoman.client import Client, ServedResult
 from dragoman.errors import DragomanError, InvalidRequestError
 from dragoman.pipeline import TextUpdate
 from dragoman.types import DecodingOptions, FinishReason
+from dragoman.v1 import generation_pb2 as pb
 
 
 async def test_a_text_is_answered_with_all_that_is_known_of_it(start_server):
@@ -58,6 +60,20 @@ async def test_a_bad_item_of_a_batch_fails_alone(start_server):
         "xyz",
     ]
     assert "'4'" in str(outcomes[1])
+
+
+async def test_a_batch_item_with_an_unknown_field_fails_alone(start_server):
+    """A field that only one item has, and nobody knows, is that item's error."""
+    running = await start_server()
+    good, bad = pb.GenerateRequest(text="abc"), pb.GenerateRequest.FromString(b"\x1a\x01a\xf8\x06\x01")
+    reply = await running.call(
+        "/dragoman.v1.GenerationService/BatchGenerate",
+        pb.BatchGenerateRequest(requests=[good, bad, good]).SerializeToString(),
+    )
+    first, second, third = pb.BatchGenerateResponse.FromString(reply).items
+    assert (first.response.text, third.response.text) == ("abc", "abc")
+    assert second.error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert "requests[1] has a field 111" in second.error.message
 
 
 async def test_a_batch_larger_than_the_queue_is_answered_in_full(start_server):

@@ -37,16 +37,25 @@ async def test_expired_calls_never_reach_the_encoder(start_server):
 
 
 async def test_a_deadline_that_passes_while_decoding_frees_the_slot(start_server):
-    """The next step sees it; the request's neighbour is unharmed."""
+    """Both calls are being decoded when one's deadline passes: the next step ends it, its neighbour is unharmed."""
     running = await start_server()
     gate = running.gate()
     neighbour = asyncio.create_task(running.client.generate("abcdefgh"))
-    with pytest.raises(DeadlineError):
-        await running.client.generate("zzzzzzzz", timeout=1.0)
+    await gate.wait_reached()  # the neighbour's first step waits
+    late = asyncio.create_task(running.client.generate("zzzzzzzz", timeout=2.0))
+    while running.model.engine.snapshot().num_waiting == 0:
+        await asyncio.sleep(0.01)
+    second = running.gate()
     gate.open()
+    await second.wait_reached()  # both rows are in this step
+    assert len(running.runner.encoded) == 2
+    with pytest.raises(DeadlineError):
+        await late
+    second.open()
     assert (await neighbour).text == "abcdefgh"
     await running.model.engine.drained()
     assert running.model.engine.snapshot().slots_used == 0
+    assert await running.value("dragoman_requests_expired_in_queue_total", model="scripted") == 0
 
 
 @pytest.mark.parametrize("method", ["generate", "stream", "batch"])

@@ -110,6 +110,9 @@ def test_another_format_version_says_what_to_do(bundle):
         (lambda d: d["files"].pop("golden.jsonl"), r"golden.jsonl"),
         (lambda d: d["files"].update({"../evil": {"bytes": 1, "sha256": "0"}}), r"\.\./evil"),
         (lambda d: d.update(graphs=[]), "no graphs"),
+        (lambda d: d["limits"].update(max_new_tokens=0), r"limits.max_new_tokens is 0; it must be at least 1"),
+        (lambda d: d["special_ids"].update(decoder_start=30), r"special_ids hold 30.*30 tokens"),
+        (lambda d: d["special_ids"].update(never_generated=[2]), "no answer could ever end"),
     ],
 )
 def test_a_wrong_field_is_named(bundle, change, message):

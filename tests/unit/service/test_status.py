@@ -12,7 +12,7 @@ from google.rpc.status_pb2 import Status
 
 from dragoman import errors
 from dragoman.errors import DragomanError
-from dragoman.servicers.status import DETAILS_KEY, MAX_MESSAGE_CHARACTERS, code_of, error_of, error_of_rpc, status_of
+from dragoman.servicers.status import DETAILS_KEY, MAX_MESSAGE_BYTES, code_of, error_of, error_of_rpc, status_of
 
 REQUEST_TIME = [
     kind
@@ -59,7 +59,10 @@ def test_an_unknown_exception_is_hidden_from_the_caller(caplog):
 
 def test_a_long_message_is_cut():
     """Headers hold a few KiB; a caller's text must not break them."""
-    assert len(status_of(errors.InvalidRequestError("x" * 100_000)).message) == MAX_MESSAGE_CHARACTERS
+    for character in ("x", "é", "🦥"):
+        message = status_of(errors.InvalidRequestError(character * 100_000)).message
+        assert MAX_MESSAGE_BYTES - 6 < len(message.encode()) <= MAX_MESSAGE_BYTES
+        assert message.strip(character) == "…"
 
 
 @pytest.mark.parametrize(

@@ -78,18 +78,26 @@ def test_an_explicit_default_is_as_good_as_none():
 
 
 @pytest.mark.parametrize(
-    ("data", "place"),
+    ("kind", "data", "place"),
     [
-        (b"\x98\x06\x01", "BatchGenerateRequest has a field 99"),
-        (b"\x0a\x03\x98\x06\x01", "BatchGenerateRequest.requests[0] has a field 99"),
-        (b"\x0a\x00\x0a\x05\x2a\x03\x98\x06\x01", "BatchGenerateRequest.requests[1].options has a field 99"),
+        (pb.BatchGenerateRequest, b"\x98\x06\x01", "BatchGenerateRequest has a field 99"),
+        (pb.GenerateRequest, b"\x98\x06\x01", "GenerateRequest has a field 99"),
+        (pb.GenerateRequest, b"\x2a\x03\x98\x06\x01", "GenerateRequest.options has a field 99"),
     ],
 )
-def test_an_unknown_field_is_named_at_any_depth(data, place):
+def test_an_unknown_field_is_named_at_any_depth(kind, data, place):
     """A caller who asks for something gets it or is told."""
     with pytest.raises(InvalidRequestError) as caught:
-        wire.parse(pb.BatchGenerateRequest, data)
+        wire.parse(kind, data)
     assert str(caught.value).startswith(place)
+
+
+def test_an_unknown_field_of_an_item_is_left_to_the_item():
+    """A batch is parsed whatever its items hold; each is checked by itself, so that a bad one fails alone."""
+    batch = wire.parse(pb.BatchGenerateRequest, b"\x0a\x00\x0a\x05\x2a\x03\x98\x06\x01")
+    wire.check_known(batch.requests[0], "requests[0]")
+    with pytest.raises(InvalidRequestError, match=r"requests\[1\]\.options has a field 99"):
+        wire.check_known(batch.requests[1], "requests[1]")
 
 
 @given(st.binary(max_size=40))

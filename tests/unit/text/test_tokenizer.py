@@ -38,6 +38,18 @@ def test_pieces_are_joined_with_blanks():
     assert target.tokens([6, 5]) == ["S", "L"]
 
 
+def test_blanks_between_pieces_are_borders_and_no_pieces():
+    """Two blanks in a row, or blanks at an end, add no empty piece."""
+    assert SourceTokenizer(PHONEMES, (), EOS, "refuse").encode(" S  L ") == (6, 5, 2)
+
+
+def test_a_huge_unknown_piece_is_named_in_part():
+    """The message stays short, whatever the piece."""
+    with pytest.raises(InvalidRequestError) as caught:
+        SourceTokenizer(PHONEMES, (), EOS, "refuse").encode("🦥" * 15_000)
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize("special", SPECIAL_TOKENS)
 def test_special_tokens_cannot_be_typed(special):
     """A control token written as text is plain characters, or refused as such; its id never appears."""

@@ -18,7 +18,7 @@ def trainer(toy: Path) -> Trainer:
     """A trainer with a started run and one step done."""
     trainer = Trainer(load_config("toy.toml"), toy / "run")
     trainer.start()
-    trainer.step(trainer.train_data.pairs[:4])
+    trainer.step([trainer.train_data.pairs[:4]])
     return trainer
 
 
@@ -40,7 +40,7 @@ def test_a_failed_write_leaves_no_checkpoint(trainer: Trainer, monkeypatch: pyte
     """A disk that fills up in the middle: the older checkpoint stays whole, the newer does not appear."""
     trainer.save({})
     before = (trainer.run / "last").readlink()
-    trainer.step(trainer.train_data.pairs[4:8])
+    trainer.step([trainer.train_data.pairs[4:8]])
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -59,17 +59,28 @@ def test_pairs_over_a_limit_or_empty_are_dropped_and_counted() -> None:
     assert dataset.dropped == 3
 
 
-@given(PAIRS, st.integers(9, 40), st.integers(0, 3), st.integers(0, 3))
+@given(PAIRS, st.integers(9, 40), st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, 3.0]))
 def test_an_epoch_holds_every_pair_once_within_the_budget(
-    pairs: list[Pair], budget: int, seed: int, epoch: int
+    pairs: list[Pair], budget: int, seed: int, epoch: int, spread: float
 ) -> None:
     """And the same seed and epoch give the same batches."""
-    plan = plan_batches(pairs, budget, seed, epoch)
+    plan = plan_batches(pairs, budget, seed, epoch, spread)
     assert sorted(i for batch in plan for i in batch) == list(range(len(pairs)))
     for batch in plan:
         assert batch
         assert len(batch) * max(max(len(pairs[i].source), len(pairs[i].target)) for i in batch) <= budget
-    assert plan == plan_batches(pairs, budget, seed, epoch)
+    assert plan == plan_batches(pairs, budget, seed, epoch, spread)
+
+
+def test_without_spread_batches_hold_near_equal_lengths_with_spread_they_mix() -> None:
+    """Many pairs of two lengths far apart by less than the spread."""
+    pairs = [Pair([4] * n + [2], [4] * n + [2]) for n in (2, 3)] * 200
+
+    def mixed(spread: float) -> int:
+        return sum(len({len(pairs[i].source) for i in batch}) > 1 for batch in plan_batches(pairs, 40, 1, 0, spread))
+
+    assert mixed(0.0) <= 1
+    assert mixed(3.0) > 10
 
 
 def test_seed_and_epoch_change_the_order() -> None:

@@ -19,7 +19,7 @@ VOCABULARY = 7
 
 
 class Scripted(Transformer):
-    """Logits are a function of the tokens read so far; the self-attention cache carries them, as it would in earnest."""
+    """Logits are a function of the tokens read so far, which the self-attention cache carries, as in earnest."""
 
     script: Callable[[tuple[int, ...]], list[float]]
 
@@ -50,7 +50,9 @@ def noise(tokens: Sequence[int]) -> list[float]:
     return [float(x) for x in torch.randn(VOCABULARY, generator=generator) * 2]
 
 
-def brute_force(script: Callable[[tuple[int, ...]], list[float]], steps: int, penalty: float) -> tuple[float, list[int]]:
+def brute_force(
+    script: Callable[[tuple[int, ...]], list[float]], steps: int, penalty: float
+) -> tuple[float, list[int]]:
     """The best score of all sequences that end within ``steps``, or are cut there."""
     best = (-math.inf, [0])
     for length in range(1, steps + 1):
@@ -215,4 +217,4 @@ def test_decoding_starts_from_the_one_decoder_start_id(scripted: Callable[..., S
 def test_impossible_options_are_refused(values: dict[str, int]) -> None:
     """More hypotheses than beams, or no step at all."""
     with pytest.raises(ValueError, match="it must be"):
-        BeamOptions(**{"max_new_tokens": 5, **values})  # type: ignore[arg-type]
+        BeamOptions(**{"max_new_tokens": 5, **values})

@@ -77,7 +77,7 @@ def test_neighbours_and_padding_do_not_change_a_row(make_model: MakeModel) -> No
 def test_later_target_tokens_do_not_change_earlier_logits(make_model: MakeModel) -> None:
     """Decoder self-attention looks back only."""
     model = make_model()
-    changed = [target[:3] + [9, 9, 9] for target in TARGETS]
+    changed = [[*target[:3], 9, 9, 9] for target in TARGETS]
     before, after = logits_of(model, SOURCES, TARGETS), logits_of(model, SOURCES, changed)
     torch.testing.assert_close(before[:, :3], after[:, :3], rtol=1e-5, atol=1e-6)
     assert not torch.allclose(before[:, 4], after[:, 4])

@@ -74,15 +74,19 @@ def test_a_run_is_repeatable_bit_for_bit(toy: Path) -> None:
     assert weights(toy / "a") == weights(toy / "b")
 
 
-@pytest.mark.parametrize("stop_after", [1, 5, 8])
-def test_a_stopped_run_resumes_to_equal_weights(toy: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int) -> None:
+@pytest.mark.parametrize(("stop_after", "kind"), [(1, "adamw"), (5, "muon"), (8, "muon")])
+def test_a_stopped_run_resumes_to_equal_weights(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int, kind: str
+) -> None:
     """Stopped by a signal between or at validations, then resumed: bit-equal to a run without a stop."""
+    path = toy / "toy.toml"
+    path.write_text(path.read_text().replace("[optimizer]", f'[optimizer]\nkind = "{kind}"'))
     config = load_config("toy.toml")
     train(config, toy / "whole")
     step = Trainer.step
 
-    def step_then_signal(self: Trainer, pairs: list[object]) -> None:
-        step(self, pairs)  # type: ignore[arg-type]
+    def step_then_signal(self: Trainer, shares: list[object]) -> None:
+        step(self, shares)  # type: ignore[arg-type]
         if self.progress.step == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -202,8 +206,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step(toy: Path, monkeypatch: py
     trainer = Trainer(load_config("toy.toml"), toy / "run")
     accumulate = trainer.workers.accumulate
 
-    def poisoned(pairs: list[object]) -> tuple[float, int]:
-        loss, tokens = accumulate(pairs)  # type: ignore[arg-type]
+    def poisoned(shares: list[object]) -> tuple[float, int]:
+        loss, tokens = accumulate(shares)  # type: ignore[arg-type]
         if trainer.progress.step == 3:
             next(iter(trainer.model.parameters())).grad.view(-1)[0] = float("nan")  # type: ignore[union-attr]
         return loss, tokens
