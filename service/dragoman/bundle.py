@@ -176,7 +176,7 @@ class Manifest:
         """Raises BundleError: not JSON, of another format version, altered, or with wrong fields."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BundleError(f"is not JSON: {error}") from error
         if not isinstance(data, dict) or "format_version" not in data:
             raise BundleError("has no format_version")
@@ -286,6 +286,8 @@ def _check_positive(name: str, counts: ModelShape | Limits) -> None:
 
 def _check_file(path: Path, entry: FileEntry) -> None:
     try:
+        if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+            raise BundleError(f"{path} is no regular file: copy the bundle again")
         content = path.read_bytes()
     except OSError as error:
         raise BundleError(f"cannot read {path}: {error.strerror or error}") from error

@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 
 import grpc
 
-from dragoman.errors import DragomanError, InvalidRequestError
+from dragoman.errors import ConfigError, DragomanError, InvalidRequestError
 from dragoman.pipeline import TextResult, TextUpdate
 from dragoman.servicers import wire
 from dragoman.servicers.status import error_of, error_of_rpc
@@ -60,13 +60,22 @@ class ModelInfo:
     quality: dict[str, str]
 
 
+@contextmanager
+def _dial(target: str) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeError as error:
+        raise ConfigError(f"target {target!r} is no HOST:PORT: {error}") from error
+
+
 class AsyncClient:
     """Calls one server from one event loop. Any number of calls may run together. Every method raises DragomanError."""
 
     def __init__(self, target: str, *, model: str = "", version: str = "") -> None:
         """``target`` is ``HOST:PORT``; nothing is dialled before the first call. No model: the server's default."""
         self._model, self._version = model, version
-        self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+        with _dial(target):
+            self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
         self._stub: Any = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated code
 
     async def __aenter__(self) -> Self:
@@ -124,7 +133,8 @@ class Client:
     def __init__(self, target: str, *, model: str = "", version: str = "") -> None:
         """``target`` is ``HOST:PORT``; nothing is dialled before the first call. No model: the server's default."""
         self._model, self._version = model, version
-        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+        with _dial(target):
+            self._channel = grpc.insecure_channel(target, options=_OPTIONS)
         self._stub: Any = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated code
 
     def __enter__(self) -> Self:

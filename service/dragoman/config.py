@@ -16,7 +16,10 @@ DEFAULT_METRICS_PORT = 9464
 def embedded_models() -> list[str]:
     """The names of the models that ship inside the package."""
     folder = _models_folder()
-    return sorted(p.name for p in folder.iterdir() if (p / "manifest.json").is_file()) if folder.is_dir() else []
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__")
+    except OSError:  # not there, or not for us to read
+        return []
 
 
 def embedded_bundle(name: str) -> Path:
@@ -28,6 +31,14 @@ def embedded_bundle(name: str) -> Path:
 
 def _models_folder() -> Path:
     return Path(str(resources.files("dragoman"))) / "models"
+
+
+def check_counts(config: EngineConfig | ServerConfig, **limits: int) -> None:
+    """Raises ConfigError unless each named setting is from 1 to its limit: what is beyond is a mistake."""
+    for name, limit in limits.items():
+        value = getattr(config, name)
+        if not 1 <= value <= limit:
+            raise ConfigError(f"{name} is {value}; it must be from 1 to {limit}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +54,8 @@ class EngineConfig:
     stuck_seconds: float = 30.0  # a step that takes longer means a hung engine
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_slots",
-            "num_replicas",
-            "num_threads",
-            "max_waiting",
-            "max_encode_tokens",
-            "max_kv_cache_bytes",
-        ):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        check_counts(self, num_slots=1 << 16, num_replicas=256, num_threads=1024, max_waiting=1 << 24)
+        check_counts(self, max_encode_tokens=1 << 30, max_kv_cache_bytes=1 << 50)
         if not self.stuck_seconds > 0:
             raise ConfigError(f"stuck_seconds is {self.stuck_seconds}; it must be above 0")
 
@@ -76,9 +78,7 @@ class ServerConfig:
             value = getattr(self, name)
             if not 0 <= value <= 65535:
                 raise ConfigError(f"{name} is {value}; it must be from 0 to 65535 (0 picks a free port)")
-        for name in ("max_message_bytes", "max_text_bytes", "max_segments", "max_batch_items"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        check_counts(self, max_message_bytes=1 << 30, max_text_bytes=1 << 30, max_segments=1 << 20)
+        check_counts(self, max_batch_items=1 << 20)
         if not self.drain_seconds >= 0:
             raise ConfigError(f"drain_seconds is {self.drain_seconds}; it must be 0 or more")

@@ -19,15 +19,20 @@ class Segment:
     text: str
 
 
-def split(text: str) -> list[Segment]:
-    """The non-blank lines, without the blanks around them. A text of blanks has none."""
-    segments = []
+def split(text: str, max_segments: int | None = None) -> list[Segment]:
+    """The non-blank lines, without the blanks around them. A text of blanks has none.
+
+    It stops at the first one over ``max_segments``: more than that many tell the caller that there are too many.
+    """
+    segments: list[Segment] = []
     position = 0
     for line in text.split("\n"):
         content = line.strip()
         if content:
             start = position + len(line) - len(line.lstrip())
             segments.append(Segment(start, start + len(content), content))
+            if max_segments is not None and len(segments) > max_segments:
+                break
         position += len(line) + 1
     return segments
 

@@ -31,9 +31,10 @@ class MetricsServer:
         """``port`` 0 picks a free one. Raises ConfigError when the address cannot be listened on."""
         try:
             self._server = _Listener((host, port), partial(_Handler, registry))
-        except OSError as error:
+        except (OSError, UnicodeError, TypeError) as error:  # the latter two for a host that is no name
+            reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"cannot serve metrics on {host}:{port}: {error.strerror or error}: choose another metrics port"
+                f"cannot serve metrics on {host}:{port}: {reason}: choose another metrics port"
             ) from error
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(

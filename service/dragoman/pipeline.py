@@ -106,8 +106,7 @@ class TextPipeline:
         items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception] = asyncio.Queue()
         try:
             # All or none: a text of which a part was refused is refused.
-            for request in requests:
-                streams.append(self._engine.submit(request))
+            streams.extend(self._engine.submit(request) for request in requests)
             readers = [
                 asyncio.create_task(self._read(index, stream, items, scored=options.return_scores))
                 for index, stream in enumerate(streams)
@@ -137,13 +136,13 @@ class TextPipeline:
             raise SourceTooLongError(
                 f"text has {num_bytes} bytes; this server accepts {self._limits.max_text_bytes}: split it"
             )
-        segments = document.split(text)
-        if len(segments) > self._limits.max_segments:
-            raise SourceTooLongError(
-                f"text has {len(segments)} lines; this server accepts {self._limits.max_segments}: split it"
-            )
-        limit = self._model_limits.max_new_tokens
-        max_new_tokens = min(options.max_new_tokens or limit, limit)
+        limit = min(self._limits.max_segments, self._engine.max_waiting)
+        segments = document.split(text, limit)
+        if len(segments) > limit:
+            raise SourceTooLongError(f"text has more than {limit} lines, which is what this server accepts: split it")
+        self._engine.check_room(len(segments))
+        most = self._model_limits.max_new_tokens
+        max_new_tokens = min(options.max_new_tokens or most, most)
         requests = []
         for segment in segments:
             source = self._source_tokenizer.encode(segment.text)

@@ -117,9 +117,15 @@ def _vocabulary(bundle: ModelBundle, entry: TokenizerEntry, model_size: int) -> 
 
 
 def replay_golden(runner: Runner, rules: TokenRules, cases: list[GoldenCase], config: EngineConfig, name: str) -> None:
-    """Generate every golden case; raises BundleError at the first whose tokens or score differ."""
+    """Generate every golden case; raises BundleError at the first that differs, and for an empty set."""
+    if not cases:
+        raise BundleError(f"{name} holds no case: a bundle that cannot prove itself is not served")
     requests = [GenerationRequest(case.source, len(case.tokens) + 1, return_scores=True) for case in cases]
-    for case, outcome in zip(cases, generate_all(runner, rules, requests, config), strict=True):
+    try:
+        outcomes = generate_all(runner, rules, requests, config)
+    except Exception as error:  # ONNX Runtime raises many unrelated types
+        raise BundleError(f"{name}: the graphs fail on the golden set: {error}") from error
+    for case, outcome in zip(cases, outcomes, strict=True):
         problem = _difference(case, outcome)
         if problem:
             raise BundleError(f"{name}: this machine does not reproduce the golden answer to {case.text!r}: {problem}")

@@ -40,6 +40,8 @@ class PlainVocabulary:
             raise BundleError(f"tokenizer unit is {self.unit!r}; it must be one of {', '.join(UNITS)}")
         if self.tokens[: len(SPECIAL_TOKENS)] != SPECIAL_TOKENS:
             raise BundleError(f"tokenizer must start with {' '.join(SPECIAL_TOKENS)}, not {self.tokens[:4]}")
+        if not all(isinstance(token, str) for token in self.tokens):
+            raise BundleError("tokenizer holds a token that is no text")
         if len(set(self.tokens)) != len(self.tokens):
             raise BundleError("tokenizer holds the same token twice")
 

@@ -7,6 +7,10 @@ Both follow the semantics of CTranslate2's ``translate_batch`` (version 4; check
 - ``max_new_tokens`` is the number of decoding steps; a closing ``</s>`` takes one.
 - A hypothesis' length counts its ``</s>``; a beam score is the sum of log-probabilities / length ** length_penalty.
 
+Deliberate differences: ``<unk>`` is never produced (there an option, ``disable_unk``), nor are ``<pad>`` and ``<s>``;
+``</s>`` may come first (there ``min_decoding_length`` is 1 by default); greedy returns the plain sum of
+log-probabilities (there it is divided by the length as in beam search).
+
 What is not here: prefixes, sampling, coverage, penalties, patience other than 1.
 """
 

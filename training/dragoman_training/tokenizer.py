@@ -76,10 +76,6 @@ class PlainTokenizer:
         """Ids of a text's tokens; a token outside the vocabulary becomes ``<unk>``."""
         return [self._ids.get(token, SPECIAL_IDS.unk) for token in split_text(self.unit, text)]
 
-    def unknown(self, text: str) -> list[str]:
-        """The tokens of a text that are outside the vocabulary, in order, each once."""
-        return list(dict.fromkeys(token for token in split_text(self.unit, text) if token not in self._ids))
-
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; ``<pad>``, ``<s>`` and ``</s>`` leave no trace, ``<unk>`` shows as U+FFFD."""
         parts = ["\ufffd" if i == SPECIAL_IDS.unk else self.tokens[i] for i in ids if i >= SPECIAL_IDS.unk]

@@ -27,6 +27,7 @@ from dragoman_training import checkpoint, data
 from dragoman_training.config import TrainConfig
 from dragoman_training.errors import CheckpointError, DataError, TrainingError
 from dragoman_training.model import Transformer
+from dragoman_training.muon import MuonWithAdamW
 from dragoman_training.optim import learning_rate, make_optimizer
 from dragoman_training.tokenizer import SPECIAL_IDS, PlainTokenizer
 from dragoman_training.validate import describe, truncate_metrics, validate
@@ -86,6 +87,8 @@ class Trainer:
             self.model = Transformer(model_config)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self.workers = Workers(self.model, config.loop.workers, config.loop.seed, config.optimizer.label_smoothing)
+        if isinstance(self.optimizer, MuonWithAdamW):
+            self.optimizer.share_work(self.workers.pool, config.loop.workers)
         self.progress = Progress()
         self.stop_signal: int | None = None
 
@@ -102,8 +105,7 @@ class Trainer:
             rate = learning_rate(progress.step, optimizer.learning_rate, self.config.schedule)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            with self.workers.together():
-                self.optimizer.step()
+            self.optimizer.step()
             progress.bad_in_a_row = 0
             progress.loss_sum += loss
             progress.loss_tokens += tokens

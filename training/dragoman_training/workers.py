@@ -8,9 +8,8 @@ nothing depends on which thread is faster: the sum of the gradients is taken in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
@@ -53,13 +52,6 @@ class Workers:
     ) -> None:
         self.pool.shutdown(cancel_futures=True)
         torch.set_num_threads(self.threads_before)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """The workers are idle here: the caller's own products may use their cores."""
-        torch.set_num_threads(len(self.models))
-        yield
-        torch.set_num_threads(1)
 
     def map(self, work: Callable[[Transformer, Item], Result], items: Sequence[Item]) -> list[Result]:
         """``work(model, item)`` for each item, item n by worker n modulo count, in order."""

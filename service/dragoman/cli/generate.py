@@ -23,7 +23,7 @@ from dragoman import document
 from dragoman.cli import runtime
 from dragoman.cli.lines import answer_lines, lines_of_arguments, lines_of_file
 from dragoman.config import EngineConfig, ServerConfig
-from dragoman.errors import ConfigError
+from dragoman.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:  # heavy
     from dragoman.pipeline import TextResult, TextUpdate
@@ -68,7 +68,11 @@ def run(args: argparse.Namespace) -> int:
 async def _run(args: argparse.Namespace, options: DecodingOptions) -> int:
     async with _served(args) if args.target is not None else _in_process(args) as generator:
         if args.stream:
-            return await print_stream(args.text[0], generator.stream(args.text[0], options), sys.stdout)
+            try:
+                return await print_stream(args.text[0], generator.stream(args.text[0], options), sys.stdout)
+            except RequestError as error:  # the text was refused: as without --stream
+                print(f"dragoman generate: text 1: {error}", file=sys.stderr)
+                return 1
         # Not sys.stdin, whose lock the reading thread may hold at exit.
         stdin = open(0, "rb", closefd=False)  # noqa: SIM115  # its reader may never return: the exit closes it
         lines = lines_of_arguments(args.text) if args.text else lines_of_file(stdin)

@@ -38,6 +38,7 @@ _OWN_PACKAGES: Final = ("dragoman", "dragoman_training", "dragoman_export")
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console script; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    _open_standard_streams()
     commands = {entry.name: entry for entry in entry_points(group=GROUP)}
     try:
         if arguments and arguments[0] in commands:
@@ -49,6 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The interpreter flushes stdout once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _open_standard_streams() -> None:
+    """Put the null device where the caller closed stdin, stdout or stderr, which Python then leaves out."""
+    if sys.stdin is None or sys.stdout is None or sys.stderr is None:
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+            pass  # the lowest free number: this fills the gaps among 0, 1 and 2
+        os.close(descriptor)
+        sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  # for the life of the process
+        sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _run(entry: EntryPoint, arguments: Sequence[str]) -> int:

@@ -105,6 +105,15 @@ class Engine:
             thread.start()
         self._watchdog = self._loop.create_task(self._watch())
 
+    @property
+    def max_waiting(self) -> int:
+        """How many requests may wait."""
+        return self._config.max_waiting
+
+    def check_room(self, num_requests: int) -> None:
+        """Raises OverloadedError unless so many requests more may wait: worth asking before work is put into them."""
+        self._queue.check_room(num_requests)
+
     def submit(self, request: GenerationRequest) -> Stream:
         """Queue a request. Raises EngineDeadError, NotReadyError, DeadlineError or OverloadedError at once."""
         if self._failure is not None:
@@ -193,8 +202,12 @@ class Engine:
 
     async def _watch(self) -> None:
         """A thread that computes for too long is as dead as one that raised."""
+        interval = min(1.0, self._config.stuck_seconds / 4)
         while True:
-            await asyncio.sleep(min(1.0, self._config.stuck_seconds / 4))
+            slept = time.monotonic()
+            await asyncio.sleep(interval)
+            if time.monotonic() - slept > 2 * interval:
+                continue  # this thread stood still too: the process was paused or starved, which is nobody's fault
             for thread in self._threads:
                 seconds = thread.busy_seconds(time.monotonic())
                 if seconds > self._config.stuck_seconds:

@@ -38,13 +38,17 @@ class Queue:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def check_room(self, num_sequences: int) -> None:
+        """Raises OverloadedError when so many more would not fit into the queue."""
+        if len(self._waiting) + num_sequences > self._max_waiting:
+            raise OverloadedError(
+                f"{len(self._waiting)} requests wait already, the limit is {self._max_waiting}: retry later"
+            )
+
     def put(self, sequence: Sequence) -> None:
         """Append. Raises OverloadedError when ``max_waiting`` sequences wait already."""
         with self._changed:
-            if len(self._waiting) >= self._max_waiting:
-                raise OverloadedError(
-                    f"{len(self._waiting)} requests wait already, the limit is {self._max_waiting}: retry later"
-                )
+            self.check_room(1)
             self._waiting.append(sequence)
             if sequence.request.deadline is not None:
                 self._sweep_at = min(self._sweep_at, sequence.request.deadline)

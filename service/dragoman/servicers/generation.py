@@ -101,12 +101,19 @@ class GenerationServicer:
     async def _batch_item(
         self, request: pb.GenerateRequest, place: str, call: Call, window: asyncio.Semaphore
     ) -> pb.BatchItem:
-        async with window:
-            try:
-                wire.check_known(request, place)
-                return pb.BatchItem(response=await self._answer_whole(request, call))
-            except Exception as error:  # of this item alone
-                return pb.BatchItem(error=status_of(error))
+        try:
+            await window.acquire()
+        except asyncio.CancelledError:  # this item never came to ``_answer``, which counts the others
+            self._metrics.request_finished(OTHER, call.method, call.interruption(), 0.0)
+            raise
+        try:
+            await asyncio.sleep(0)  # other callers' turn: refusing an item can cost as much as answering one
+            wire.check_known(request, place)
+            return pb.BatchItem(response=await self._answer_whole(request, call))
+        except Exception as error:  # of this item alone
+            return pb.BatchItem(error=status_of(error))
+        finally:
+            window.release()
 
     async def _get_model(self, request: pb.GetModelRequest, call: Call) -> AsyncGenerator[pb.GetModelResponse]:
         yield self._descriptions[self._table.find(request.model, request.version)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -86,32 +86,14 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
     def _handler(self, method: Method) -> RawHandler:
         rpc = self._metrics.rpc(method.kind, method.service, method.name)
 
-        async def unary(data: bytes, context: Context) -> bytes:
-            replies: list[bytes] = []
+        async def run(data: AsyncIterator[bytes], context: Context) -> None:
+            await self._run(method, rpc, data, context)
 
-            async def keep(reply: bytes) -> None:
-                replies.append(reply)
+        # On the wire every method is one of streams. gRPC's handlers for one request leave a call without any
+        # message unanswered for ever; here it is a fault like another.
+        return grpc.stream_stream_rpc_method_handler(run)
 
-            await self._run(method, rpc, data, context, keep)
-            return replies[0]
-
-        async def stream(data: bytes | AsyncIterator[bytes], context: Context) -> None:
-            await self._run(method, rpc, data, context, context.write)
-
-        if method.stream_request:
-            return grpc.stream_stream_rpc_method_handler(stream)
-        if method.stream_reply:
-            return grpc.unary_stream_rpc_method_handler(stream)
-        return grpc.unary_unary_rpc_method_handler(unary)
-
-    async def _run(
-        self,
-        method: Method,
-        rpc: RpcMetrics,
-        data: bytes | AsyncIterator[bytes],
-        context: Context,
-        send: Callable[[bytes], Awaitable[None]],
-    ) -> None:
+    async def _run(self, method: Method, rpc: RpcMetrics, data: AsyncIterator[bytes], context: Context) -> None:
         started = time.monotonic()
         rpc.started()
         call = Call(method.name, _deadline(context, started))
@@ -120,10 +102,10 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
             self._num_running += 1
             self._idle.clear()
         try:
-            request = self._request(method, rpc, data)
+            request = await self._request(method, rpc, data)
             async with aclosing(method.behaviour(request, call)) as replies:
                 async for reply in replies:
-                    await send(self._serialize(reply))
+                    await context.write(self._serialize(reply))
                     rpc.sent()
             code = "OK"
         except asyncio.CancelledError:
@@ -143,15 +125,17 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
                 if not self._num_running:
                     self._idle.set()
 
-    def _request(
-        self, method: Method, rpc: RpcMetrics, data: bytes | AsyncIterator[bytes]
+    async def _request(
+        self, method: Method, rpc: RpcMetrics, data: AsyncIterator[bytes]
     ) -> Message | AsyncGenerator[Message]:
-        if not isinstance(data, bytes):
+        if method.stream_request:
             return (self._parse(method, rpc, item) async for item in data)
         try:
             if method.generates and self._draining:
                 raise NotReadyError("the server is draining: retry elsewhere")
-            return self._parse(method, rpc, data)
+            async for item in data:
+                return self._parse(method, rpc, item)
+            raise InvalidRequestError(f"the call ended without a message; {method.name} takes one")
         except DragomanError as error:
             if method.generates:  # the servicer, which counts the others, never sees this one
                 self._metrics.request_finished(OTHER, method.name, error.code, 0.0)

@@ -44,7 +44,7 @@ BAD = {
     "unknown option": (GENERATE, unknown_option(), INVALID, ["GenerateRequest.options", "field 99"]),
     "unknown character": (GENERATE, b"\x1a\x03a1b", INVALID, ["'1'", "U+0031"]),
     "long text": (GENERATE, pb.GenerateRequest(text="é" * 600).SerializeToString(), INVALID, ["1200", "1000"]),
-    "many lines": (GENERATE, pb.GenerateRequest(text="a\n" * 9).SerializeToString(), INVALID, ["9", "8"]),
+    "many lines": (GENERATE, pb.GenerateRequest(text="a\n" * 9).SerializeToString(), INVALID, ["more than 8 lines"]),
     "long source": (GENERATE, pb.GenerateRequest(text="a" * 99).SerializeToString(), INVALID, ["100 tokens", "64"]),
     "no steps": (GENERATE, request(max_new_tokens=0), INVALID, ["max_new_tokens is 0", "1"]),
     "absurd steps": (GENERATE, request(max_new_tokens=2**32 - 1), INVALID, ["4294967295", "1000000"]),
@@ -187,3 +187,27 @@ async def test_a_fault_of_ours_is_internal_and_keeps_its_text_to_the_log(start_s
     reply = pb.BatchGenerateResponse.FromString(await running.call(BATCH, items))
     assert reply.items[0].error.code == grpc.StatusCode.INTERNAL.value[0]
     assert "secret" not in reply.items[0].error.message
+
+
+@pytest.mark.parametrize("method", [GENERATE, BATCH, GET_MODEL, CHECK])
+async def test_a_call_that_ends_without_a_message_is_refused(start_server, method):
+    """A caller that half-closes before it sent anything gets its status, instead of waiting for ever."""
+    running = await start_server()
+
+    async def nothing():
+        return
+        yield b""
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await running.channel.stream_unary(method, None, None)(nothing(), timeout=30)
+    assert caught.value.code() is INVALID
+    assert "without a message" in caught.value.details()
+
+
+async def test_a_text_with_more_lines_than_may_wait_is_told_so(start_server):
+    """No retry could ever help it: INVALID_ARGUMENT with the limit, not an overload."""
+    running = await start_server(engine=EngineConfig(max_waiting=2))
+    error = await running.refusal(GENERATE, pb.GenerateRequest(text="a\nb\nc").SerializeToString())
+    assert error.code() is INVALID
+    assert "more than 2 lines" in error.details()
+    assert (await running.client.generate("a\nb")).text == "a\nb"

@@ -76,6 +76,14 @@ def test_a_damaged_file_is_named(bundle, name, damage):
         ModelBundle.load(bundle.path)
 
 
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_read(bundle):
+    """Reading it would wait for ever."""
+    (bundle.path / "none.onnx").unlink()
+    os.mkfifo(bundle.path / "none.onnx")
+    with pytest.raises(BundleError, match=r"none\.onnx is no regular file"):
+        ModelBundle.load(bundle.path)
+
+
 def test_every_flipped_bit_of_the_manifest_is_noticed(bundle):
     """A manifest cannot be altered unnoticed, whatever byte is hit: it fails to parse or to match its checksum."""
     file = bundle.path / MANIFEST_NAME
@@ -122,7 +130,7 @@ def test_a_wrong_field_is_named(bundle, change, message):
         ModelBundle.load(bundle.path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"format_version": 1}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"format_version": 1}', b"[" * 200_000])
 def test_a_manifest_that_is_none_is_refused(bundle, content):
     """Whatever stands in its place, the message names manifest.json."""
     (bundle.path / MANIFEST_NAME).write_bytes(content)

@@ -321,6 +321,19 @@ async def test_a_hung_step_is_found_by_the_watchdog():
         gate.let(1)  # so that the thread can end
 
 
+async def test_a_paused_process_does_not_take_itself_for_stuck():
+    """When the watching loop stood still as long as the step did, the whole process was paused: that is no hang."""
+    gate = Gate()
+    runner = ScriptedRunner()
+    runner.before_decode = gate
+    async with Running(runner, stuck_seconds=1.0) as engine:
+        stream = engine.submit(request((5,)))
+        await gate.arrived()
+        time.sleep(3)  # the event loop stands still on purpose
+        gate.let(10)
+        assert (await outcome(stream)).hypotheses[0].tokens == (5,)
+
+
 async def test_an_idle_engine_is_not_stuck():
     """No work for longer than stuck_seconds is no hang."""
     async with Running(ScriptedRunner(), stuck_seconds=0.5) as engine:
@@ -358,11 +371,19 @@ async def test_a_slow_reader_gets_everything_in_fewer_updates():
 
 
 async def test_replicas_share_the_work():
-    """With two replicas both of them decode."""
-    runners = [ScriptedRunner(num_slots=4), ScriptedRunner(num_slots=4)]
+    """While one of two replicas is in a step, the other takes its half of what waits."""
+    gate = Gate()
+    runners = [ScriptedRunner(num_slots=8), ScriptedRunner(num_slots=8)]
+    for runner in runners:
+        runner.before_decode = gate
     async with Running(*runners) as engine:
-        await asyncio.gather(*(outcome(engine.submit(request(range(4, 20)))) for _ in range(8)))
-    assert all(runner.encoded for runner in runners)
+        streams = [engine.submit(request(range(4, 20))) for _ in range(8)]
+        await gate.arrived()
+        await gate.arrived()  # the second one: the first is held in its step
+        assert all(runner.encoded for runner in runners)
+        gate.let(1000)
+        for stream in streams:
+            assert (await outcome(stream)).hypotheses[0].tokens == tuple(range(4, 20))
 
 
 async def test_a_cancel_after_the_end_changes_nothing():

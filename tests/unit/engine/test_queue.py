@@ -38,6 +38,16 @@ def test_a_full_queue_refuses_and_names_the_limit():
     assert queue.num_waiting == 2
 
 
+def test_room_is_told_for_several_at_once():
+    """Two more fit or they do not; asking changes nothing."""
+    queue = Queue(3, 1)
+    queue.put(sequence())
+    queue.check_room(2)
+    with pytest.raises(OverloadedError, match="limit is 3"):
+        queue.check_room(3)
+    assert queue.num_waiting == 1
+
+
 def test_the_encoders_budget_counts_padding():
     """Lengths 4, 4, 10 under a budget of 12: 3 x 10 would be padded to 30, so only the first two go together."""
     queue = Queue(10, 1)

@@ -144,3 +144,20 @@ def test_looking_for_help_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == "set()"
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_closed_standard_stream_is_the_null_device(closed):
+    """A caller that closed stdin, stdout or stderr gets the right status and nothing in another stream's place."""
+    program = "import sys; from dragoman.cli.main import main; sys.exit(main(['serve', '--port', '70000']))"
+    done = subprocess.run(
+        ["bash", "-c", f'exec "$0" "$@" {closed}>&-', sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert ("70000" in done.stderr) == (closed != 2)
+    assert "Traceback" not in done.stderr

@@ -34,7 +34,12 @@ def router_for(behaviour: Any) -> tuple[ServerMetrics, Any]:
     metrics = ServerMetrics()
     router = RpcRouter([Method("s", "m", pb.GetModelRequest, behaviour)], metrics, 1000)
     details: Any = SimpleNamespace(method="/s/m")
-    return metrics, router.service(details).unary_unary
+    return metrics, router.service(details).stream_stream
+
+
+async def message() -> AsyncGenerator[bytes]:
+    """A request stream of one empty message."""
+    yield b""
 
 
 def handled(metrics: ServerMetrics, code: str) -> float | None:
@@ -53,7 +58,7 @@ async def test_what_should_end_the_process_is_not_swallowed(kind):
     _, handler = router_for(behaviour)
     context = Context()
     with pytest.raises(kind):
-        await handler(b"", context)
+        await handler(message(), context)
     assert context.aborted == ()
 
 
@@ -71,7 +76,7 @@ async def test_a_cancelled_handler_closes_the_work_and_passes_it_on(remaining, c
             events.append("closed")
 
     metrics, handler = router_for(behaviour)
-    task = asyncio.create_task(handler(b"", Context(remaining)))
+    task = asyncio.create_task(handler(message(), Context(remaining)))
     while not events:
         await asyncio.sleep(0)
     task.cancel()
@@ -99,8 +104,8 @@ async def test_a_call_whose_caller_is_gone_closes_the_work_too():
     metrics = ServerMetrics()
     router = RpcRouter([Method("s", "m", pb.GenerateRequest, behaviour, stream_reply=True)], metrics, 1000)
     details: Any = SimpleNamespace(method="/s/m")
-    handler: Any = router.service(details).unary_stream
+    handler: Any = router.service(details).stream_stream
     context = Gone()
     with pytest.raises(grpc.aio.UsageError):
-        await handler(b"", context)
+        await handler(message(), context)
     assert closed.is_set() and context.aborted == ()

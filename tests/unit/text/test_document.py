@@ -22,6 +22,12 @@ def test_only_line_feeds_separate_segments(text, segments):
     assert [segment.text for segment in split(text)] == segments
 
 
+def test_splitting_stops_once_there_are_too_many():
+    """Of a text of a million lines, one more than the limit is enough to know."""
+    assert len(split("a\n" * 1_000_000, max_segments=5)) == 6
+    assert len(split("a\n" * 5, max_segments=5)) == 5
+
+
 @given(st.text(st.sampled_from("ab \n\r\t\u00a0\u2028")))
 def test_splitting_and_joining_gives_the_text_back(text):
     """Answers equal to the segments give the text, byte for byte; spans cut exactly the segments."""

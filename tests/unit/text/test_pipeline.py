@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import threading
 
 import pytest
 
@@ -76,7 +77,7 @@ async def test_the_length_limit_is_told():
     [
         ("a" * 64, SourceTooLongError, "65 tokens, end token included; this model accepts 64"),
         ("a" * 101, SourceTooLongError, "101 bytes; this server accepts 100"),
-        ("a\n" * 6, SourceTooLongError, "6 lines; this server accepts 5"),
+        ("a\n" * 6, SourceTooLongError, "more than 5 lines"),
         ("ab\ncD", InvalidRequestError, r"'D' \(U\+0044\)"),
         ("ok\ud800end", InvalidRequestError, r"lone surrogate U\+D800 at character 2"),
         ("a\x00b", InvalidRequestError, r"U\+0000"),
@@ -93,12 +94,27 @@ async def test_bad_text_is_refused_before_the_model(text, error, message):
 
 
 async def test_a_text_is_refused_whole_when_the_queue_is_full_half_way():
-    """If the second line finds no place the first one's work is cancelled and the text fails."""
-    model = scripted_model([ScriptedRunner()], EngineConfig(max_waiting=2))
+    """Where two lines find no place together, neither is decoded, and the text fails."""
+    reached, opened = threading.Event(), threading.Event()
+
+    def gate():
+        reached.set()
+        assert opened.wait(60)
+
+    runner = ScriptedRunner(num_slots=1)
+    runner.before_decode = gate
+    model = scripted_model([runner], EngineConfig(max_waiting=2))
     model.start()
+    running = asyncio.create_task(model.pipeline.generate("z", DecodingOptions()))
+    assert await asyncio.to_thread(reached.wait, 60)
+    waiting = asyncio.create_task(model.pipeline.generate("y", DecodingOptions()))
+    while model.engine.snapshot().num_waiting == 0:
+        await asyncio.sleep(0)
     with pytest.raises(OverloadedError):
-        await model.pipeline.generate("a\nb\nc\nd\ne\nf", DecodingOptions())
-    await model.engine.drained()
+        await model.pipeline.generate("a\nb", DecodingOptions())
+    opened.set()
+    assert ((await running).text, (await waiting).text) == ("z", "y")
+    assert len(runner.encoded) == 2
     assert (await model.pipeline.generate("abc", DecodingOptions())).text == "abc"
     await model.close()
 

@@ -1,5 +1,7 @@
 """Muon against the singular value decomposition."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -37,6 +39,28 @@ def test_the_first_step_is_the_orthogonalised_gradient(shape: tuple[int, int]) -
     torch.testing.assert_close(matrix.detach(), expected)
     torch.testing.assert_close(bias.detach(), torch.full((3,), -0.1))  # AdamW's first step is the rate
     assert torch.equal(matrix.grad, gradient)
+
+
+@pytest.mark.parametrize("shares", [1, 2, 7])
+def test_the_work_may_be_shared_among_threads(shares: int) -> None:
+    """Two steps over matrices of several shapes give the weights of one thread, also with more shares than work."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(6, 6), (4, 8), (8, 4), (6, 6), (4, 8)]
+    starts, *gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(3)]
+    results = []
+    with ThreadPoolExecutor(2) as pool:
+        for executor in (None, pool):
+            matrices = [nn.Parameter(start.clone()) for start in starts]
+            optimizer = MuonWithAdamW([{"params": matrices}], matrix_rate=1.0, momentum=0.9, lr=0.1)
+            if executor is not None:
+                optimizer.share_work(executor, shares)
+            for step in gradients:
+                for matrix, gradient in zip(matrices, step, strict=True):
+                    matrix.grad = gradient.clone()
+                optimizer.step()
+            results.append(matrices)
+    for alone, shared in zip(*results, strict=True):
+        torch.testing.assert_close(shared, alone, rtol=0, atol=1e-6)
 
 
 def test_the_state_goes_through_a_state_dict() -> None:

@@ -40,11 +40,10 @@ def test_text_that_looks_like_a_special_is_text() -> None:
     assert pieces.encode("A <s> </s> B") == [4, SPECIAL_IDS.unk, SPECIAL_IDS.unk, 5]
 
 
-def test_unknown_tokens_are_named() -> None:
-    """What is outside the vocabulary encodes to ``<unk>`` and can be listed."""
+def test_unknown_tokens_become_unk() -> None:
+    """What is outside the vocabulary encodes to ``<unk>`` and shows as U+FFFD."""
     tokenizer = PlainTokenizer.build("character", ["ab"])
     assert tokenizer.encode("axbx") == [4, 3, 5, 3]
-    assert tokenizer.unknown("axbxy") == ["x", "y"]
     assert tokenizer.decode([1, 4, 3, 2, 0]) == "a\ufffd"
 
 
