@@ -11,7 +11,7 @@
 #   VENV    an environment that has dragoman[cpu] already: it is used as it is, and nothing is installed
 set -euo pipefail
 
-words=(sloth attention dragoman transformer queue)
+words=(attention transformer queue giraffe language)
 step=arguments advice="usage: bash deploy/quickstart.sh [--once]"
 interrupted=false
 

@@ -71,7 +71,7 @@ def test_serve_without_arguments_serves_the_embedded_model():
     with serving() as (process, ready):
         assert ready["models"] == [DEFAULT_MODEL]
         with Client(f"127.0.0.1:{ready['port']}") as client:
-            assert client.generate("sloth").text == "S L AO TH"
+            assert client.generate("giraffe").text == "JH ER AE F"
             assert client.generate("").text == ""
             assert client.model_info().unknown_policy == "refuse"
         process.send_signal(signal.SIGTERM)
@@ -81,7 +81,7 @@ def test_serve_without_arguments_serves_the_embedded_model():
 def test_generate_in_process_and_through_a_server_agree(tmp_path):
     """The same lines give the same output, byte for byte, blank lines and line ends included."""
     words = tmp_path / "words.txt"
-    words.write_bytes(b"sloth\n\n race \r\nqueue\nattention")
+    words.write_bytes(b"giraffe\n\n race \r\nqueue\nattention")
     generate = [sys.executable, "-m", "dragoman.cli.main", "generate"]
 
     def run(*arguments):
@@ -93,7 +93,7 @@ def test_generate_in_process_and_through_a_server_agree(tmp_path):
     with serving("--replicas", "2") as (_, ready):
         served = run("--target", f"127.0.0.1:{ready['port']}")
     assert served == run()
-    assert served.splitlines(keepends=True)[:2] == [b"S L AO TH\n", b"\n"]
+    assert served.splitlines(keepends=True)[:2] == [b"JH ER AE F\n", b"\n"]
     assert served.count(b"\n") == 4 and served.splitlines()[2].startswith(b" R EY S ")
 
 

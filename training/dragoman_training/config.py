@@ -145,15 +145,21 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Linear warm-up, inverse square root decay, then a linear cool-down to 0 over the last steps."""
+    """Linear warm-up, inverse square root decay, then a linear cool-down to 0 over the last steps.
+
+    ``undropped_steps`` are the last ones, in which dropout is off: a model too small to overfit fits better so.
+    """
 
     steps: int
     warmup_steps: int
     cooldown_steps: int = 0
+    undropped_steps: int = 0
 
     def __post_init__(self) -> None:
         require_positive("schedule", self, "steps", "warmup_steps")
         require(self.cooldown_steps >= 0, "schedule.cooldown_steps", self.cooldown_steps, "it must be at least 0")
+        within = 0 <= self.undropped_steps <= self.steps
+        require(within, "schedule.undropped_steps", self.undropped_steps, f"it must be from 0 to steps ({self.steps})")
         together = self.warmup_steps + self.cooldown_steps
         require(
             together <= self.steps,

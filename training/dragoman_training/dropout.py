@@ -19,10 +19,11 @@ class Dropout(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.threshold = min(round(rate * 256), 255)
+        self.enabled = True
         self.generator: torch.Generator | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.threshold == 0:
+        if not self.training or self.threshold == 0 or not self.enabled:
             return x
         return x * self.factors(x.numel()).view(x.shape)
 

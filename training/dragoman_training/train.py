@@ -98,11 +98,13 @@ class Trainer:
         """One update, or none and a count where the gradient is not finite."""
         progress, optimizer = self.progress, self.config.optimizer
         progress.step += 1
+        schedule = self.config.schedule
+        self.workers.dropout(enabled=progress.step <= schedule.steps - schedule.undropped_steps)
         loss, tokens = self.workers.accumulate(shares)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), optimizer.max_gradient_norm)
         progress.target_tokens += tokens
         if math.isfinite(norm.item()):
-            rate = learning_rate(progress.step, optimizer.learning_rate, self.config.schedule)
+            rate = learning_rate(progress.step, optimizer.learning_rate, schedule)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()

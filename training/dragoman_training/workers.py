@@ -33,12 +33,14 @@ class Workers:
         self.models = [model, *(Transformer(model.config) for _ in range(count - 1))]
         self.generators = [torch.Generator().manual_seed(seed * 1000 + index) for index in range(count)]
         self.smoothing = smoothing
+        self.dropouts: list[Dropout] = []
         for replica, generator in zip(self.models, self.generators, strict=True):
             for own, shared in zip(replica.parameters(), model.parameters(), strict=True):
                 own.data = shared.data
             for module in replica.modules():
                 if isinstance(module, Dropout):
                     module.generator = generator
+                    self.dropouts.append(module)
         self.pool = ThreadPoolExecutor(count)
 
     def __enter__(self) -> Workers:
@@ -87,6 +89,11 @@ class Workers:
             if others := gradients(replica):  # none for an empty share
                 torch._foreach_add_(first, others)
         return sum(losses), total
+
+    def dropout(self, enabled: bool) -> None:
+        """Switch the dropout of training on or off."""
+        for module in self.dropouts:
+            module.enabled = enabled
 
     def training(self, mode: bool) -> None:
         """Switch all models between training and evaluation."""

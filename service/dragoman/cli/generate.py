@@ -3,9 +3,9 @@
 It runs the model here, without a server, unless --target names one. Only LF and CRLF end a line, and line ends are
 kept; blank lines come back unchanged. Input is read as it is needed, and many lines are in work at once.
 
-  dragoman generate sloth
+  dragoman generate giraffe
   dragoman generate < words.txt > answers.txt
-  dragoman generate --target localhost:50051 --json sloth
+  dragoman generate --target localhost:50051 --json giraffe
 """
 
 from __future__ import annotations

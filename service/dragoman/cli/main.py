@@ -22,7 +22,7 @@ EXAMPLES: Final = """\
 examples:
   dragoman serve                                   serve the embedded model on port 50051
   dragoman serve BUNDLE --port 0                   serve a bundle on a free port (printed as JSON when ready)
-  dragoman generate sloth                          answer here, without a server
+  dragoman generate giraffe                        answer here, without a server
   dragoman generate --target localhost:50051 < words.txt > answers.txt
   dragoman prepare cmudict --out data              from data to a served model:
   dragoman train CONFIG.toml --out run

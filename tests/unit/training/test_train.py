@@ -108,30 +108,40 @@ def test_a_stopped_run_resumes_to_equal_weights(
     assert lines == whole
 
 
-@pytest.mark.parametrize(("kind", "sessions"), [("adamw", 1), ("muon", 2)])
-def test_killed_at_any_moment_it_resumes_to_equal_weights(toy: Path, kind: str, sessions: int) -> None:
-    """SIGKILL at random moments, each time restarted with --resume: bit-equal to an uninterrupted run."""
-    longer(toy, 100)
+# Runs the command, and kills itself at the n-th of these moments: a step, or a flush while something is written.
+KILLED = """
+import os, signal, sys
+from dragoman_training import checkpoint, train
+moments = int(sys.argv.pop())
+
+def counted(function):
+    def wrapper(*args):
+        global moments
+        moments -= 1
+        if moments == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args)
+    return wrapper
+
+checkpoint.flush = counted(checkpoint.flush)
+train.Trainer.step = counted(train.Trainer.step)
+"""
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_killed_at_any_moment_it_resumes_to_equal_weights(toy: Path, kind: str) -> None:
+    """SIGKILL in a step and while writing, each time restarted with --resume: bit-equal to a run without a stop."""
     use(toy, kind)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-c", PROGRAM, "toy.toml", "--out"]
-    rng = random.Random(4)
-    resume: list[str] = []
-    kills = 0
-    for session in range(sessions):
-        process = subprocess.Popen([*arguments, "killed", *resume], env=environment, stderr=subprocess.DEVNULL)
-        validations = rng.randint(1, 8) + 10 * session  # of 25: each session is killed further on
-        while process.poll() is None and count_lines(toy / "killed" / "metrics.jsonl") < validations:
-            time.sleep(0.001)
-        time.sleep(rng.random() * 0.02)
-        if process.poll() is None:
-            process.kill()
-            kills += 1
-        process.wait()
-        resume = ["--resume"]
-    assert kills > 0
-    assert subprocess.run([*arguments, "killed", *resume], env=environment, stderr=subprocess.DEVNULL).returncode == 0
-    assert train(load_config("toy.toml"), toy / "whole") is None
+    rng = random.Random(kind)
+    # A validation and its checkpoint are 4 steps and 10 flushes: the first kill may come before any checkpoint.
+    for number, moments in enumerate([rng.randint(2, 18), rng.randint(2, 24)]):
+        arguments = ["toy.toml", "--out", "killed", *["--resume"] * (number > 0), str(moments)]
+        done = subprocess.run([sys.executable, "-c", KILLED + PROGRAM, *arguments], env=environment, check=False)
+        assert done.returncode == -signal.SIGKILL
+    config = load_config("toy.toml")
+    assert train(config, toy / "killed", resume=True) is None
+    assert train(config, toy / "whole") is None
     assert weights(toy / "killed") == weights(toy / "whole")
 
 
