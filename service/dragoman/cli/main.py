@@ -59,8 +59,8 @@ def _open_standard_streams() -> None:
             pass  # the lowest free number: this fills the gaps among 0, 1 and 2
         os.close(descriptor)
         sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  # for the life of the process
-        sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
-        sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  # the same
+        sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115  # the same
 
 
 def _run(entry: EntryPoint, arguments: Sequence[str]) -> int:

