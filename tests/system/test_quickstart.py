@@ -62,11 +62,17 @@ raise SystemExit(status)
 """
 
 
+# A shell that runs the tests in the background makes them ignore Ctrl-C, and what they start inherits that.
+WITH_INTERRUPTS = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
 @contextmanager
 def started(script: Path, *arguments: str, venv: Path | str = sys.prefix) -> Iterator[subprocess.Popen[str]]:
     """The script in a process group of its own, as a terminal would start it; ended with the block at the latest."""
     with subprocess.Popen(
-        ["bash", str(script), *arguments],
+        [sys.executable, "-c", WITH_INTERRUPTS, "bash", str(script), *arguments],
         env={**os.environ, "VENV": str(venv)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
