@@ -190,6 +190,8 @@ def golden_set(
             cases.append(GoldenCase(texts[index], sources[index], tuple(hypothesis.tokens), hypothesis.score))
     if not cases:
         raise ExportError(
-            f"no source is decided by {GOLDEN_GAP} at every step: give more sources, or train the model further"
+            f"no golden set can be made: for none of {len(sources)} sources does the model prefer its best token to "
+            f"the second by {GOLDEN_GAP} at every step. Either it has learned too little (see dragoman evaluate): "
+            "train it further; or give more sources"
         )
     return cases[:: max(1, len(cases) // MAX_GOLDEN_CASES)][:MAX_GOLDEN_CASES]

@@ -237,6 +237,8 @@ class ModelBundle:
 def load_manifest(path: Path) -> Manifest:
     """Read a bundle's manifest alone. Raises BundleError naming the file."""
     file = path / MANIFEST_NAME
+    if not file.exists():
+        raise BundleError(f"{path} is no bundle, it has no {MANIFEST_NAME}: make one with dragoman export")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -105,7 +105,7 @@ class SourceTokenizer:
         shown = ", ".join(f"{u!r} (U+{ord(u):04X})" if len(u) == 1 else repr(u[:40]) for u in named)
         more = f" and {len(unknown) - _MAX_NAMED_CHARACTERS} more" if len(unknown) > _MAX_NAMED_CHARACTERS else ""
         known = list(self._ids)
-        accepts = f"it knows {' '.join(known)}" if len(known) <= 64 else f"it knows {len(known)} others"
+        accepts = f"it knows [{' '.join(known)}]" if len(known) <= 64 else f"it knows {len(known)} others"
         return f"text holds {shown}{more}, which this model's source vocabulary lacks; {accepts}"
 
 

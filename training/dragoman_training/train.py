@@ -164,6 +164,8 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue after the newest complete checkpoint; refuses another configuration or other data."""
+        if not (self.run / "config.json").exists():
+            raise CheckpointError(f"there is no run in {self.run} to resume: leave out --resume")
         saved = checkpoint.read_json(self.run / "config.json")
         if changed := checkpoint.changed_field(saved, json.loads(json.dumps(self.record))):
             raise CheckpointError(f"{self.run} cannot be resumed: {changed}; restore it, or choose another --out")
@@ -252,4 +254,16 @@ def train(config: TrainConfig, run: Path, resume: bool = False) -> int | None:
     trainer = Trainer(config, run)
     with stopping_on_signals(trainer):
         trainer.resume() if resume else trainer.start()
-        return trainer.train()
+        steps, pairs = config.schedule.steps, len(trainer.train_data.pairs)
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        print(
+            f"{run}: {pairs} pairs ({trainer.train_data.dropped} dropped), {parameters} parameters, "
+            f"step {trainer.progress.step} of {steps}",
+            file=sys.stderr,
+        )
+        stopped_by = trainer.train()
+        if stopped_by is None:
+            print(
+                f"{run}: finished, best at step {trainer.progress.best_step}; next: dragoman evaluate", file=sys.stderr
+            )
+        return stopped_by

@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="RUN", help="a run (its best checkpoint) or one checkpoint")
     parser.add_argument("--out", type=Path, required=True, metavar="BUNDLE", help="the folder to make; must not exist")
     parser.add_argument("--name", help="the model's name in the service (default: the name of the folder)")
-    parser.add_argument("--model-version", default="1", help="the model's version in the service (default: 1)")
+    parser.add_argument(
+        "--model-version", default="1", metavar="VERSION", help="the model's version in the service (default: 1)"
+    )
     parser.add_argument(
         "--sources",
         type=Path,

@@ -24,10 +24,11 @@ examples:
   dragoman serve BUNDLE --port 0                   serve a bundle on a free port (printed as JSON when ready)
   dragoman generate giraffe                        answer here, without a server
   dragoman generate --target localhost:50051 < words.txt > answers.txt
-  dragoman prepare cmudict --out data              from data to a served model:
-  dragoman train CONFIG.toml --out run
-  dragoman export run --out bundle
-  dragoman serve bundle
+  dragoman prepare cmudict --out g2p-data          from data to a served model:
+  dragoman train g2p-en --out runs/g2p-en
+  dragoman evaluate runs/g2p-en --source g2p-data/test.source --target g2p-data/test.target
+  dragoman export runs/g2p-en --sources g2p-data/dev.source --out bundles/g2p-en
+  dragoman serve bundles/g2p-en
 
 Every command explains itself: dragoman COMMAND --help
 """
@@ -85,7 +86,10 @@ def _run(entry: EntryPoint, arguments: Sequence[str]) -> int:
         missing = (error.name or "").partition(".")[0]
         if extra is None or missing in ("", *_OWN_PACKAGES):
             raise  # a fault of ours, not of the installation
-        return _fail(f"dragoman {entry.name} needs {missing}: pip install 'dragoman[{extra}]'")
+        return _fail(
+            f"dragoman {entry.name} needs {missing}, which is not installed here: in the source folder, "
+            f"pip install -c deploy/constraints.txt '.[{extra}]'"
+        )
 
 
 def _overview(commands: Mapping[str, EntryPoint], arguments: Sequence[str]) -> int:

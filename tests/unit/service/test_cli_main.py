@@ -87,7 +87,9 @@ def test_a_missing_package_is_told_with_the_extra_that_has_it(install, capsys):
     """One line instead of a traceback."""
     install(command(fail(ModuleNotFoundError("No module named 'torch'", name="torch.nn")), "train"))
     assert cli.main(["thing"]) == 2
-    assert capsys.readouterr().err == "dragoman thing needs torch: pip install 'dragoman[train]'\n"
+    message = capsys.readouterr().err
+    assert message.startswith("dragoman thing needs torch, ") and message.count("\n") == 1
+    assert "pip install -c deploy/constraints.txt '.[train]'" in message
 
 
 @pytest.mark.parametrize(("extra", "name"), [(None, "torch"), ("train", "dragoman_training.gone")])

@@ -212,7 +212,7 @@ def test_resuming_with_other_data_is_refused(toy: Path) -> None:
 
 def test_resuming_nothing_is_refused(toy: Path) -> None:
     """There must be a run."""
-    with pytest.raises(CheckpointError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"there is no run in .* to resume"):
         train(load_config("toy.toml"), toy / "none", resume=True)
 
 

@@ -1,4 +1,8 @@
-"""``dragoman evaluate``: score a checkpoint, a bundle or a file of outputs against a test set."""
+"""Score a checkpoint, a bundle or a file of outputs against a test set. All figures but counts are shares of 1.
+
+dragoman evaluate runs/g2p-en --source g2p-data/test.source --target g2p-data/test.target
+dragoman evaluate --bundle bundles/g2p-en --source g2p-data/test.source --target g2p-data/test.target
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         summary = evaluate(args)
     except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"dragoman evaluate: error: {error}", file=sys.stderr)
         return 2
     for name, value in summary.items():
         print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")

@@ -1,4 +1,7 @@
-"""``dragoman prepare``: make training data. One subcommand a data set."""
+"""Download a data set and write it as aligned text files for training: one source and one target a line.
+
+dragoman prepare cmudict --out g2p-data
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = args.prepare(args)
     except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"dragoman prepare: error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(report, indent=2))
     return 0

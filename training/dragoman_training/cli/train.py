@@ -1,4 +1,11 @@
-"""``dragoman train``: train a model from a configuration file or preset."""
+"""Train a model from a configuration file or a preset.
+
+Each validation prints a line, appends to RUN/metrics.jsonl and writes a checkpoint; RUN/best and RUN/last link to two
+of them. Ctrl-C and SIGTERM save before they end; --resume goes on from there, after a kill from the newest checkpoint.
+
+  dragoman train g2p-en --out runs/g2p-en
+  dragoman train my.toml --out runs/mine --resume
+"""
 
 from __future__ import annotations
 
@@ -28,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         stopped_by = train(load_config(args.config), args.out, args.resume)
     except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"dragoman train: error: {error}", file=sys.stderr)
         return 2
     if stopped_by is not None:
         print(f"stopped by {signal.Signals(stopped_by).name}; continue with --resume", file=sys.stderr)
