@@ -161,7 +161,7 @@ def _check_free(host: str, port: int) -> None:
 
 def _reflection(services: Sequence[str]) -> Method:
     # The stubs know the synchronous servicer alone. Both ignore the context.
-    servicer: Any = reflection.aio.ReflectionServicer(services)  # type: ignore[attr-defined]
+    servicer: Any = reflection.aio.ReflectionServicer(services)  # type: ignore[attr-defined]  # not in the stubs
 
     async def behaviour(
         requests: AsyncIterator[ServerReflectionRequest], call: Call

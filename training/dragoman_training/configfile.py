@@ -22,7 +22,7 @@ Config = TypeVar("Config")
 def read_section(kind: type[Config], table: Mapping[str, Any], prefix: str = "") -> Config:
     """Make a dataclass from a TOML table: nested dataclasses from nested tables, integers accepted as floats."""
     hints = get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]  # a dataclass, as the caller sees to
     for key in table:
         require(key in fields, f"key {prefix}{key}", table[key], f"unknown; known here: {', '.join(fields)}")
     values: dict[str, Any] = {}
@@ -38,7 +38,7 @@ def read_value(hint: Any, value: Any, key: str) -> Any:
     """Check one TOML value against its type hint."""
     if dataclasses.is_dataclass(hint):
         require(isinstance(value, dict), key, value, f"it must be a table: write [{key}]")
-        return read_section(hint, value, f"{key}.")  # type: ignore[arg-type]
+        return read_section(hint, value, f"{key}.")  # type: ignore[arg-type]  # is_dataclass does not narrow to a type
     if hint is float and type(value) is int:
         return float(value)
     # `type() is` and not isinstance: true is an int in Python, but no number in a configuration

@@ -48,7 +48,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         """Update the matrices on so many threads of ``executor`` from now on."""
         self.executor, self.num_shares = executor, num_shares
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closures, and so no loss
         """Update all parameters that have a gradient; closures are not supported."""
         self.update_matrices()
         matrices = self.param_groups[0]["params"]

@@ -80,7 +80,7 @@ class Workers:
             batch = make_batch(share)
             logits = model(batch.source, batch.source_lengths, batch.target)
             loss, _ = smoothed_loss(logits, batch.labels, SPECIAL_IDS.pad, self.smoothing)
-            (loss / max(total, 1)).backward()  # type: ignore[no-untyped-call]
+            (loss / max(total, 1)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             return loss.item()
 
         losses = self.map(backward, [*shares, *[[]] * (len(self.models) - len(shares))])

@@ -73,10 +73,10 @@ def check_runtime() -> None:
     if len(installed) > 1:
         raise ConfigError(
             "both onnxruntime and onnxruntime-gpu are installed, which breaks either: "
-            "pip uninstall onnxruntime onnxruntime-gpu, then pip install 'dragoman[cpu]' or 'dragoman[gpu]'"
+            "pip uninstall onnxruntime onnxruntime-gpu, then install this project with the extra [cpu] or [gpu]"
         )
     if not installed and find_spec("onnxruntime") is None:
-        raise ConfigError("onnxruntime is not installed: pip install 'dragoman[cpu]' (or 'dragoman[gpu]')")
+        raise ConfigError("onnxruntime is not installed: install this project with the extra [cpu] (or [gpu])")
 
 
 def _is_installed(distribution: str) -> bool:

@@ -1,7 +1,7 @@
 """Runs a bundle's graphs with ONNX Runtime on the CPU: the only file that imports it.
 
 ``OrtModel`` holds the sessions, once a process; every replica has an ``OrtRunner`` of its own over them, with its own
-KV state and buffers. Inputs and outputs of a step are bound by address: a step copies and allocates nothing.
+KV state and buffers. Inputs and outputs of a step are bound by address: a step copies its input tokens, nothing else.
 
 Encoder graph: ``source`` (B, S) int64, ``source_lengths`` (B,) int32 -> per decoder layer ``cross_key_i``,
 ``cross_value_i`` (B, H, S, Dh). Decoder graph: ``tokens`` (R,) int64, ``cached`` and ``source_lengths`` (R,) int32,

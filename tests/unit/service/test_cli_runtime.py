@@ -34,7 +34,7 @@ def test_two_onnx_runtimes_are_refused(monkeypatch):
 def test_no_onnx_runtime_names_the_extra(monkeypatch):
     """Either will do."""
     install(monkeypatch)
-    with pytest.raises(ConfigError, match=r"dragoman\[cpu\].*dragoman\[gpu\]"):
+    with pytest.raises(ConfigError, match=r"extra \[cpu\].*\[gpu\]"):
         runtime.check_runtime()
 
 

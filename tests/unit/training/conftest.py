@@ -76,7 +76,7 @@ def make_model() -> Callable[..., Transformer]:
         values.update(changes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
-            model = Transformer(ModelConfig(**values))  # type: ignore[arg-type]
+            model = Transformer(ModelConfig(**values))  # type: ignore[arg-type]  # a dict of mixed values
             for parameter in model.parameters():  # untrained logits would be too flat to tell mistakes apart
                 parameter.data.add_(torch.randn_like(parameter) * 0.3)
         return model.eval()

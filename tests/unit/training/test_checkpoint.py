@@ -83,10 +83,10 @@ def change_record(change: Callable[[dict[str, object]], object]) -> Callable[[Pa
         (change_record(lambda r: r.update(format=9)), "format 9"),
         (change_record(lambda r: r.update(special_ids=[1, 2])), "is incomplete"),
         (change_record(lambda r: r.update(limits=7)), "is incomplete"),
-        (change_record(lambda r: r["special_ids"].pop("decoder_start")), r"lacks special_ids\.decoder_start"),  # type: ignore[attr-defined]
-        (change_record(lambda r: r["model"].update(ffn_dim=32)), r"has shape \(16, 8\), config\.json says \(32, 8\)"),  # type: ignore[attr-defined]
-        (change_record(lambda r: r["model"].update(encoder_layers=2)), r"weight encoder\.1.* one side only"),  # type: ignore[attr-defined]
-        (change_record(lambda r: r["model"].update(source_vocab_size=9)), "tokenizers of"),  # type: ignore[attr-defined]
+        (change_record(lambda r: r["special_ids"].pop("decoder_start")), r"lacks special_ids\.decoder_start"),  # type: ignore[attr-defined]  # plain JSON
+        (change_record(lambda r: r["model"].update(ffn_dim=32)), r"has shape \(16, 8\), config\.json says \(32, 8\)"),  # type: ignore[attr-defined]  # plain JSON
+        (change_record(lambda r: r["model"].update(encoder_layers=2)), r"weight encoder\.1.* one side only"),  # type: ignore[attr-defined]  # plain JSON
+        (change_record(lambda r: r["model"].update(source_vocab_size=9)), "tokenizers of"),  # type: ignore[attr-defined]  # plain JSON
         (lambda folder: (folder / "source.tokenizer.json").unlink(), r"source\.tokenizer\.json"),
     ],
 )

@@ -56,7 +56,7 @@ def test_embeddings_of_unequal_vocabularies_cannot_be_tied() -> None:
     """Tying all embeddings needs one size for both sides."""
     shape = {"d_model": 8, "num_heads": 2, "ffn_dim": 8, "encoder_layers": 1, "decoder_layers": 1}
     with pytest.raises(ConfigError, match=re.escape("5 and 6 differ")):
-        ModelConfig(**shape, tied_embeddings="all", source_vocab_size=5, target_vocab_size=6)  # type: ignore[arg-type]
+        ModelConfig(**shape, tied_embeddings="all", source_vocab_size=5, target_vocab_size=6)  # type: ignore[arg-type]  # mixed values
 
 
 def test_every_preset_loads_by_name() -> None:

@@ -90,7 +90,7 @@ def test_a_stopped_run_resumes_to_equal_weights(
     step = Trainer.step
 
     def step_then_signal(self: Trainer, shares: list[object]) -> None:
-        step(self, shares)  # type: ignore[arg-type]
+        step(self, shares)  # type: ignore[arg-type]  # passed on as it came
         if self.progress.step == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -222,9 +222,9 @@ def test_a_gradient_that_is_not_finite_skips_the_step(toy: Path, monkeypatch: py
     accumulate = trainer.workers.accumulate
 
     def poisoned(shares: list[object]) -> tuple[float, int]:
-        loss, tokens = accumulate(shares)  # type: ignore[arg-type]
+        loss, tokens = accumulate(shares)  # type: ignore[arg-type]  # passed on as it came
         if trainer.progress.step == 3:
-            next(iter(trainer.model.parameters())).grad.view(-1)[0] = float("nan")  # type: ignore[union-attr]
+            next(iter(trainer.model.parameters())).grad.view(-1)[0] = float("nan")  # type: ignore[union-attr]  # there is a gradient
         return loss, tokens
 
     monkeypatch.setattr(trainer.workers, "accumulate", poisoned)
