@@ -62,10 +62,14 @@ raise SystemExit(status)
 """
 
 
-# A shell that runs the tests in the background makes them ignore Ctrl-C, and what they start inherits that.
-WITH_INTERRUPTS = (
-    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
-)
+# A shell that runs the tests in the background, or under nohup, makes them ignore signals, and what they start inherits
+# that.
+WITH_INTERRUPTS = """
+import os, signal, sys
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 @contextmanager
