@@ -50,11 +50,14 @@ class ModelShape:
     activation: str = "relu"
     norm_first: bool = True
     tied_embeddings: str = "target"  # "target": target embedding = projection; "all": source embedding too
+    position_base: float = 10000.0  # the longest wavelength of the positions / 2 pi: fit it to the texts' length
 
     def __post_init__(self) -> None:
         require_positive("model", self, "d_model", "num_heads", "ffn_dim", "encoder_layers", "decoder_layers")
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "it must be at least 0 and below 1")
         require_choice("model.activation", self.activation, ACTIVATIONS)
+        base = self.position_base
+        require(math.isfinite(base) and base > 1, "model.position_base", base, "it must be above 1")
         require_choice("model.tied_embeddings", self.tied_embeddings, TIED_EMBEDDINGS)
         multiple = self.d_model % self.num_heads == 0
         require(multiple, "model.d_model", self.d_model, f"it must be a multiple of num_heads ({self.num_heads})")

@@ -29,14 +29,15 @@ class KeyValue(NamedTuple):
     value: Tensor
 
 
-def sinusoidal_positions(positions: Tensor, width: int) -> Tensor:
+def sinusoidal_positions(positions: Tensor, width: int, base: float = 10000.0) -> Tensor:
     """Sine and cosine of the given positions at geometrically spaced wavelengths (Vaswani et al. 2017, section 3.5).
 
-    positions: any shape of integers; returns the same shape plus (width,). The first half of the channels holds the
-    sines, the second the cosines (the order is a permutation of the paper's, which learned weights cannot tell apart).
+    positions: any shape of integers; returns the same shape plus (width,). The wavelengths go from 2 pi to 2 pi x
+    ``base`` tokens. The first half of the channels holds the sines, the second the cosines (the order is a permutation
+    of the paper's, which learned weights cannot tell apart).
     """
     half = width // 2
-    rate = torch.exp(torch.arange(half, device=positions.device) * (-math.log(10000.0) / max(half - 1, 1)))
+    rate = torch.exp(torch.arange(half, device=positions.device) * (-math.log(base) / max(half - 1, 1)))
     angle = positions.to(torch.float32)[..., None] * rate
     return torch.cat([torch.sin(angle), torch.cos(angle)], dim=-1)
 
@@ -205,8 +206,8 @@ class Transformer(nn.Module):
     def embed(self, embedding: nn.Embedding, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens (B, T) at positions (B, T) or (T,) to (B, T, D)."""
         scaled = embedding(tokens) * math.sqrt(self.config.d_model)
-        placed = scaled + sinusoidal_positions(positions, self.config.d_model).to(scaled.dtype)
-        return cast(Tensor, self.dropout(placed))
+        waves = sinusoidal_positions(positions, self.config.d_model, self.config.position_base)
+        return cast(Tensor, self.dropout(scaled + waves.to(scaled.dtype)))
 
     def encode(self, source: Tensor, lengths: Tensor) -> Tensor:
         """source (B, S), right-padded, and true lengths (B,) to the encoder output (B, S, D)."""
