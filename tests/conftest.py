@@ -21,11 +21,14 @@ train_source = "train.source"
 train_target = "train.target"
 dev_source = "dev.source"
 dev_target = "dev.target"
-source_unit = "character"
-target_unit = "piece"
 max_source_tokens = 32
 max_target_tokens = 32
 batch_tokens = 512
+
+[tokenizer]
+kind = "plain"
+source_unit = "character"
+target_unit = "piece"
 
 [optimizer]
 learning_rate = 4e-3

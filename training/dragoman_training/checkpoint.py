@@ -2,8 +2,7 @@
 
     RUN/config.json                   what the run is: see ``run_record``
     RUN/metrics.jsonl                 one JSON line a validation
-    RUN/checkpoints/step-NNNNNNNN/    config.json, model.safetensors, source.tokenizer.json, target.tokenizer.json,
-                                      training_state.pt, metrics.json
+    RUN/checkpoints/step-NNNNNNNN/    config.json, model.safetensors, tokenizer files, training_state.pt, metrics.json
     RUN/best, RUN/last                relative links to checkpoints
 
 A checkpoint folder appears under its name complete or not at all (written aside, flushed to disk, renamed), whenever
@@ -12,6 +11,7 @@ the process is killed. Nothing is unpickled: tensors are safetensors, the traini
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -26,10 +26,10 @@ import safetensors
 import safetensors.torch
 import torch
 
-from dragoman_training.config import ModelConfig, TrainConfig
+from dragoman_training.config import ModelConfig, TrainConfig, padded_vocab_size
 from dragoman_training.errors import CheckpointError, TrainingError
 from dragoman_training.model import Transformer
-from dragoman_training.tokenizer import PlainTokenizer, SpecialIds
+from dragoman_training.tokenizer import SpecialIds, Tokenizer, file_names, load_tokenizer
 
 FORMAT = 1
 TEMPORARY_PREFIX = ".writing-"
@@ -41,8 +41,9 @@ class LoadedCheckpoint:
 
     folder: Path
     model: Transformer
-    source_tokenizer: PlainTokenizer
-    target_tokenizer: PlainTokenizer
+    source_tokenizer: Tokenizer
+    target_tokenizer: Tokenizer
+    tokenizer_files: dict[str, str]  # side to file name in ``folder``
     special: SpecialIds
     max_source_tokens: int
     max_target_tokens: int
@@ -50,9 +51,14 @@ class LoadedCheckpoint:
 
 
 def run_record(
-    model: ModelConfig, special: SpecialIds, config: TrainConfig, data: Mapping[str, Mapping[str, object]]
+    model: ModelConfig,
+    special: SpecialIds,
+    tokenizers: tuple[Tokenizer, Tokenizer],
+    config: TrainConfig,
+    data: Mapping[str, Mapping[str, object]],
 ) -> dict[str, Any]:
     """The content of config.json. Data files go in by name, SHA-256 and line count, never by their place on a disk."""
+    files = file_names(*tokenizers)
     training = asdict(config)
     del training["model"]  # "model" has it, with the vocabulary sizes
     for name in data:
@@ -61,6 +67,16 @@ def run_record(
         "format": FORMAT,
         "model": asdict(model),
         "special_ids": special.as_dict(),
+        "tokenizers": {
+            side: {
+                "kind": tokenizer.kind,
+                "file": files[side],
+                "sha256": hashlib.sha256(tokenizer.to_bytes()).hexdigest(),
+                "num_tokens": len(tokenizer),
+                "normalization": tokenizer.normalization,
+            }
+            for side, tokenizer in zip(("source", "target"), tokenizers, strict=True)
+        },
         "limits": {
             "max_source_tokens": config.data.max_source_tokens,
             "max_target_tokens": config.data.max_target_tokens,
@@ -118,7 +134,7 @@ def save_checkpoint(
     run: Path,
     step: int,
     model: Transformer,
-    tokenizers: tuple[PlainTokenizer, PlainTokenizer],
+    tokenizers: tuple[Tokenizer, Tokenizer],
     record: Mapping[str, Any],
     state: Mapping[str, Any],
     metrics: Mapping[str, Any],
@@ -141,8 +157,8 @@ def save_checkpoint(
     write_json(temporary / "config.json", record)
     write_json(temporary / "metrics.json", metrics)
     safetensors.torch.save_file(weights, temporary / "model.safetensors")
-    for side, tokenizer in zip(("source", "target"), tokenizers, strict=True):
-        tokenizer.save(temporary / f"{side}.tokenizer.json")
+    for name, tokenizer in zip(file_names(*tokenizers).values(), tokenizers, strict=True):
+        (temporary / name).write_bytes(tokenizer.to_bytes())
     torch.save(dict(state), temporary / "training_state.pt")
     for path in [*temporary.iterdir(), temporary]:
         flush(path)
@@ -210,14 +226,34 @@ def load_model(folder: Path) -> LoadedCheckpoint:
         config = ModelConfig(**record["model"])
         if missing := {f.name for f in fields(SpecialIds)} - record["special_ids"].keys():
             raise CheckpointError(f"{folder}/config.json lacks special_ids.{min(missing)}")
-        special = SpecialIds(**record["special_ids"])
+        special = SpecialIds(**{**record["special_ids"], "unused": tuple(record["special_ids"]["unused"])})
         limits = record["limits"]["max_source_tokens"], record["limits"]["max_target_tokens"]
     except (KeyError, TypeError, AttributeError) as error:  # the latter two for a value of another type
         raise CheckpointError(f"{folder}/config.json is incomplete: {error}") from error
-    tokenizers = [PlainTokenizer.load(folder / f"{side}.tokenizer.json") for side in ("source", "target")]
+    tokenizers = load_tokenizers(folder, record)
     sizes = (config.source_vocab_size, config.target_vocab_size)
-    if (len(tokenizers[0]), len(tokenizers[1])) != sizes:
+    if tuple(padded_vocab_size(len(tokenizer)) for tokenizer in tokenizers) != sizes:
         raise CheckpointError(f"{folder}: tokenizers of {[len(t) for t in tokenizers]} tokens, model of {list(sizes)}")
     model = Transformer(config)
     load_weights(model, folder / "model.safetensors")
-    return LoadedCheckpoint(folder, model.eval(), tokenizers[0], tokenizers[1], special, *limits, record)
+    files = {side: record["tokenizers"][side]["file"] for side in ("source", "target")}
+    return LoadedCheckpoint(folder, model.eval(), *tokenizers, files, special, *limits, record)
+
+
+def load_tokenizers(folder: Path, record: Mapping[str, Any]) -> tuple[Tokenizer, Tokenizer]:
+    """The tokenizers that config.json names: of their size and content, no others. Joint ones are one object."""
+    loaded: dict[str, Tokenizer] = {}
+    sides = []
+    for side in ("source", "target"):
+        try:
+            entry = record["tokenizers"][side]
+            name, size, sha256 = entry["file"], entry["num_tokens"], entry["sha256"]
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder}/config.json is incomplete: tokenizers.{side}: {error}") from error
+        tokenizer = loaded[name] = loaded.get(name) or load_tokenizer(folder / name)
+        if len(tokenizer) != size:
+            raise CheckpointError(f"{folder / name} has {len(tokenizer)} tokens: the model was trained with {size}")
+        if hashlib.sha256(tokenizer.to_bytes()).hexdigest() != sha256:
+            raise CheckpointError(f"{folder / name} is not the tokenizer that the model was trained with")
+        sides.append(tokenizer)
+    return sides[0], sides[1]

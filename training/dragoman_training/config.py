@@ -15,8 +15,16 @@ from dragoman_training.errors import ConfigError
 
 ACTIVATIONS = ("relu", "gelu", "silu")
 TIED_EMBEDDINGS = ("none", "target", "all")
+TOKENIZER_KINDS = ("unigram", "bpe", "plain")
 TOKENIZER_UNITS = ("character", "piece")
-OPTIMIZERS = ("adamw", "muon")
+NORMALIZATIONS = ("identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf")
+OPTIMIZERS = ("adamw", "muon", "sgd")
+SCHEDULES = ("inverse_sqrt", "cosine")
+PRECISIONS = ("fp32", "bf16", "fp16")
+DEVICES = ("auto", "cpu", "cuda")
+METRICS = ("loss", "exact_match", "bleu", "chrf")
+BLEU_TOKENIZERS = ("13a", "none", "intl", "char", "zh")
+VOCABULARY_MULTIPLE = 8  # sizes of embeddings are rounded up to it: matrix products like even sizes
 
 
 def require(valid: bool, key: str, value: object, remedy: str) -> None:
@@ -37,9 +45,23 @@ def require_positive(section: str, config: object, *names: str) -> None:
         require(math.isfinite(value) and value > 0, f"{section}.{name}", value, "it must be above 0")
 
 
+def require_share(key: str, value: float) -> None:
+    """Raise ``ConfigError`` unless ``value`` is at least 0 and below 1."""
+    require(0 <= value < 1, key, value, "it must be at least 0 and below 1")
+
+
+def padded_vocab_size(num_tokens: int) -> int:
+    """The size of an embedding for so many tokens."""
+    return -(-num_tokens // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Everything about the model but its vocabularies."""
+    """Everything about the model but its vocabularies.
+
+    Three kinds of dropout: ``dropout`` of embeddings and of each sublayer's output, ``attention_dropout`` of attention
+    weights, ``activation_dropout`` behind the activation of the feed-forward.
+    """
 
     d_model: int
     num_heads: int
@@ -47,6 +69,8 @@ class ModelShape:
     encoder_layers: int
     decoder_layers: int
     dropout: float = 0.1
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
     activation: str = "relu"
     norm_first: bool = True
     tied_embeddings: str = "target"  # "target": target embedding = projection; "all": source embedding too
@@ -54,7 +78,8 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         require_positive("model", self, "d_model", "num_heads", "ffn_dim", "encoder_layers", "decoder_layers")
-        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "it must be at least 0 and below 1")
+        for name in ("dropout", "attention_dropout", "activation_dropout"):
+            require_share(f"model.{name}", getattr(self, name))
         require_choice("model.activation", self.activation, ACTIVATIONS)
         base = self.position_base
         require(math.isfinite(base) and base > 1, "model.position_base", base, "it must be above 1")
@@ -69,9 +94,13 @@ class ModelShape:
         return self.d_model // self.num_heads
 
     def with_vocabularies(self, source_vocab_size: int, target_vocab_size: int) -> ModelConfig:
-        """The whole model's configuration."""
+        """The whole model's configuration, for tokenizers of so many tokens: sizes are rounded up."""
         own: dict[str, Any] = dataclasses.asdict(self)
-        return ModelConfig(**own, source_vocab_size=source_vocab_size, target_vocab_size=target_vocab_size)
+        return ModelConfig(
+            **own,
+            source_vocab_size=padded_vocab_size(source_vocab_size),
+            target_vocab_size=padded_vocab_size(target_vocab_size),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +125,7 @@ class ModelConfig(ModelShape):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Aligned text files (one line a pair, relative to the current directory), tokenizers, limits and batches.
+    """Aligned text files (one line a pair, relative to the current directory; ``.gz`` is unpacked), limits and batches.
 
     The limits count tokens including the closing ``</s>``; longer training pairs are dropped and counted. They travel
     with the checkpoint: a served model promises no more than it was trained on.
@@ -106,60 +135,108 @@ class DataConfig:
     train_target: str
     dev_source: str
     dev_target: str
-    source_unit: str
-    target_unit: str
     max_source_tokens: int
     max_target_tokens: int
     batch_tokens: int  # the limit for rows x longest side; each worker has an equal share of it
     length_spread: float = 0.0  # tokens by which lengths of one batch may differ: padding buys more varied batches
 
     def __post_init__(self) -> None:
-        require_choice("data.source_unit", self.source_unit, TOKENIZER_UNITS)
-        require_choice("data.target_unit", self.target_unit, TOKENIZER_UNITS)
         require_positive("data", self, "max_source_tokens", "max_target_tokens", "batch_tokens")
         spread = self.length_spread
         require(math.isfinite(spread) and spread >= 0, "data.length_spread", spread, "it must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Kind ``unigram`` or ``bpe``: SentencePiece models trained on the training text. Kind ``plain``: units as they are.
+
+    A setting of the other kind is refused. ``joint`` means one vocabulary, learned from both sides.
+    """
+
+    kind: str
+    source_unit: str | None = None  # plain: a token is a character, or a piece between blanks
+    target_unit: str | None = None
+    vocab_size: int | None = None  # unigram, bpe: tokens of each vocabulary, specials and byte pieces included
+    joint: bool = True
+    byte_fallback: bool = True  # what the vocabulary lacks is spelled in UTF-8 bytes, not lost
+    split_digits: bool = True
+    user_defined_symbols: tuple[str, ...] = ()  # strings that always are one token: placeholders
+    normalization: str = "identity"  # SentencePiece's rule; identity keeps all characters but superfluous blanks
+    character_coverage: float = 1.0
+    sampling: float = 0.0  # chance of leaving out a merge (BPE dropout) or temperature (unigram), in training only
+
+    def __post_init__(self) -> None:
+        require_choice("tokenizer.kind", self.kind, TOKENIZER_KINDS)
+        plain = self.kind == "plain"
+        for item in dataclasses.fields(self)[1:]:
+            value, of_plain = getattr(self, item.name), item.name in ("source_unit", "target_unit")
+            if of_plain and plain:
+                require_choice(f"tokenizer.{item.name}", value, TOKENIZER_UNITS)
+            elif of_plain or plain:
+                require(value == item.default, f"tokenizer.{item.name}", value, f"kind {self.kind} has no such setting")
+        if plain:
+            return
+        size = self.vocab_size
+        multiple = size is not None and size > 0 and size % VOCABULARY_MULTIPLE == 0
+        require(multiple, "tokenizer.vocab_size", size, f"it must be a multiple of {VOCABULARY_MULTIPLE}")
+        require_choice("tokenizer.normalization", self.normalization, NORMALIZATIONS)
+        coverage = self.character_coverage
+        require(0 < coverage <= 1, "tokenizer.character_coverage", coverage, "it must be above 0 and at most 1")
+        require_share("tokenizer.sampling", self.sampling)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019), or Muon for the matrices beside it; label smoothing, gradient clipping."""
+    """AdamW (Loshchilov and Hutter 2019), Muon for the matrices beside it, or SGD; label smoothing, gradient clipping.
+
+    With ``ema_decay``, an exponential moving average of the weights is what is validated, saved and exported.
+    """
 
     learning_rate: float  # the peak
-    kind: str = "adamw"  # or "muon": see muon.py
+    kind: str = "adamw"  # or "muon" (see muon.py), or "sgd"
     matrix_rate: float = 1.0  # muon: multiplies the learning rate of the matrices
-    momentum: float = 0.95  # muon
+    momentum: float = 0.95  # muon, sgd
     beta1: float = 0.9
     beta2: float = 0.98
     epsilon: float = 1e-9
     weight_decay: float = 0.01
     label_smoothing: float = 0.1
     max_gradient_norm: float = 1.0
+    ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
         require_choice("optimizer.kind", self.kind, OPTIMIZERS)
         require_positive("optimizer", self, "learning_rate", "matrix_rate", "epsilon", "max_gradient_norm")
-        for name in ("beta1", "beta2", "momentum", "label_smoothing"):
-            value = getattr(self, name)
-            require(0 <= value < 1, f"optimizer.{name}", value, "it must be at least 0 and below 1")
+        for name in ("beta1", "beta2", "momentum", "label_smoothing", "ema_decay"):
+            require_share(f"optimizer.{name}", getattr(self, name))
         decay = self.weight_decay
         require(math.isfinite(decay) and decay >= 0, "optimizer.weight_decay", decay, "it must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Linear warm-up, inverse square root decay, then a linear cool-down to 0 over the last steps.
+    """Linear warm-up, then the decay of ``kind``, then a linear cool-down to 0 over the last steps.
 
-    ``undropped_steps`` are the last ones, in which dropout is off: a model too small to overfit fits better so.
+    ``cosine`` itself falls to 0 at the last step and takes no cool-down. ``undropped_steps`` are the last ones, in which
+    dropout is off: a model too small to overfit fits better so.
     """
 
     steps: int
     warmup_steps: int
+    kind: str = "inverse_sqrt"  # or "cosine"
     cooldown_steps: int = 0
     undropped_steps: int = 0
 
     def __post_init__(self) -> None:
         require_positive("schedule", self, "steps", "warmup_steps")
+        require_choice("schedule.kind", self.kind, SCHEDULES)
+        if self.kind == "cosine":
+            require(
+                self.cooldown_steps == 0,
+                "schedule.cooldown_steps",
+                self.cooldown_steps,
+                "kind cosine falls to 0 by itself: leave it out",
+            )
         require(self.cooldown_steps >= 0, "schedule.cooldown_steps", self.cooldown_steps, "it must be at least 0")
         within = 0 <= self.undropped_steps <= self.steps
         require(within, "schedule.undropped_steps", self.undropped_steps, f"it must be from 0 to steps ({self.steps})")
@@ -174,20 +251,35 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """The training loop: seed, workers, how often to validate (each validation also writes a checkpoint).
+    """The training loop: where it runs, how often to validate (each validation also writes a checkpoint), when to stop.
 
-    Each worker thread computes the gradient of its share of a batch; the shares belong to the arithmetic, so that a run
-    is repeated with the same number on any machine.
+    Each worker thread (or, started by ``torchrun``, each process) computes the gradient of its share of a batch; the
+    shares belong to the arithmetic, so that a run is repeated with the same number on any machine. A step sums the
+    gradient of ``accumulate`` batches.
     """
 
     validate_every: int
+    metric: str = "loss"  # of the dev set: decides which checkpoint is the best
+    patience: int = 0  # validations in a row without a better metric that end the run; 0: never
+    bleu_tokenizer: str = "13a"
     seed: int = 1
     workers: int = 2
+    accumulate: int = 1
     keep_checkpoints: int = 3
+    device: str = "auto"
+    precision: str = "fp32"
+    compile: bool = False
 
     def __post_init__(self) -> None:
-        require_positive("loop", self, "validate_every", "workers", "keep_checkpoints")
+        require_positive("loop", self, "validate_every", "workers", "accumulate", "keep_checkpoints")
         require(self.seed >= 0, "loop.seed", self.seed, "it must be at least 0")
+        require(self.patience >= 0, "loop.patience", self.patience, "it must be at least 0 (0: never stop early)")
+        require_choice("loop.metric", self.metric, METRICS)
+        require_choice("loop.bleu_tokenizer", self.bleu_tokenizer, BLEU_TOKENIZERS)
+        require_choice("loop.device", self.device, DEVICES)
+        require_choice("loop.precision", self.precision, PRECISIONS)
+        gpu_only = self.precision == "fp16" and self.device == "cpu"
+        require(not gpu_only, "loop.precision", "fp16", "a CPU has bf16 at best: choose fp32 or bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +288,7 @@ class TrainConfig:
 
     model: ModelShape
     data: DataConfig
+    tokenizer: TokenizerConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     loop: LoopConfig = field(default_factory=lambda: LoopConfig(validate_every=1000))
@@ -209,3 +302,7 @@ class TrainConfig:
             self.data.batch_tokens,
             f"it must hold a longest row ({longest} tokens) for each worker: at least {least}",
         )
+        if self.model.tied_embeddings == "all":
+            one_vocabulary = self.tokenizer.kind != "plain" and self.tokenizer.joint
+            remedy = "source and target need one vocabulary: set tokenizer.joint, or choose target or none"
+            require(one_vocabulary, "model.tied_embeddings", "all", remedy)

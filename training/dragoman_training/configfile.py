@@ -11,7 +11,8 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from dragoman_training.config import TrainConfig, require
 from dragoman_training.errors import ConfigError
@@ -41,9 +42,12 @@ def read_value(hint: Any, value: Any, key: str) -> Any:
         return read_section(hint, value, f"{key}.")  # type: ignore[arg-type]  # is_dataclass does not narrow to a type
     if hint is float and type(value) is int:
         return float(value)
+    if get_origin(hint) is tuple:  # tuple[item, ...]
+        require(isinstance(value, list), key, value, f"it must be a list, not {type(value).__name__}")
+        return tuple(read_value(get_args(hint)[0], item, f"{key}[{index}]") for index, item in enumerate(value))
     # `type() is` and not isinstance: true is an int in Python, but no number in a configuration
     expected = get_args(hint) or (hint,)
-    names = " or ".join(t.__name__ for t in expected)
+    names = " or ".join(t.__name__ for t in expected if t is not NoneType)
     require(type(value) in expected, key, value, f"it must be of type {names}, not {type(value).__name__}")
     return value
 

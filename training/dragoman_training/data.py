@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dragoman_training.errors import DataError
-from dragoman_training.tokenizer import SPECIAL_IDS, PlainTokenizer, SpecialIds
+from dragoman_training.tokenizer import SPECIAL_IDS, SpecialIds, Tokenizer
 
 
 class Pair(NamedTuple):
@@ -73,7 +73,7 @@ def file_sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def encode_source(tokenizer: PlainTokenizer, text: str) -> list[int]:
+def encode_source(tokenizer: Tokenizer, text: str) -> list[int]:
     """The source sequence: tokens, then ``</s>``."""
     return [*tokenizer.encode(text), SPECIAL_IDS.eos]
 
@@ -81,8 +81,8 @@ def encode_source(tokenizer: PlainTokenizer, text: str) -> list[int]:
 def encode_pairs(
     sources: Sequence[str],
     targets: Sequence[str],
-    source_tokenizer: PlainTokenizer,
-    target_tokenizer: PlainTokenizer,
+    source_tokenizer: Tokenizer,
+    target_tokenizer: Tokenizer,
     max_source_tokens: int,
     max_target_tokens: int,
 ) -> Dataset:

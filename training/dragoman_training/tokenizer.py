@@ -1,51 +1,77 @@
-"""Text to ids and back with a plain vocabulary: a token is one character, or one blank-separated piece.
+"""Text to ids and back: plain vocabularies and SentencePiece models.
 
-The file (JSON) is shared with the service, which has a reader of its own:
+The files are shared with the service, which has readers of its own. A plain vocabulary is JSON,
 
     {"kind": "plain", "unit": "character", "tokens": ["<pad>", "<s>", "</s>", "<unk>", "a", ...]}
 
-An id is the index in ``tokens``; the four specials come first, always. Text that looks like a special is text: it never
-becomes that special's id. Sequence templates: a source is its tokens and ``</s>``; the decoder reads
+a SentencePiece model its own format (``*.model``). The four specials come first, always. Text that looks like a special
+is text: it never becomes that special's id. Sequence templates: a source is its tokens and ``</s>``; the decoder reads
 ``SpecialIds.decoder_start`` and then the target's tokens; the labels are the target's tokens and ``</s>``.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
-from dragoman_training.errors import CheckpointError
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+
+from dragoman_training.config import TokenizerConfig
+from dragoman_training.errors import CheckpointError, DataError
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialIds:
-    """The ids with a meaning of their own. ``decoder_start`` is what the decoder reads first, everywhere."""
+    """The ids with a meaning of their own. ``decoder_start`` is what the decoder reads first, everywhere.
+
+    ``unused`` are those that only round up the target embedding's size.
+    """
 
     pad: int = 0
     bos: int = 1
     eos: int = 2
     unk: int = 3
     decoder_start: int = 1
+    unused: tuple[int, ...] = ()
 
     @property
     def never_produced(self) -> tuple[int, ...]:
         """Ids that no search may choose."""
-        return tuple(sorted({self.pad, self.bos, self.unk, self.decoder_start} - {self.eos}))
+        return tuple(sorted({self.pad, self.bos, self.unk, self.decoder_start, *self.unused} - {self.eos}))
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, object]:
         """As stored in a checkpoint's config.json."""
-        return asdict(self)
+        return {**asdict(self), "unused": list(self.unused)}
 
 
 SPECIAL_IDS = SpecialIds()
 
 
+class Tokenizer(Protocol):
+    """One vocabulary. ``encode`` adds no specials; ``decode`` leaves no trace of ``<pad>``, ``<s>`` and ``</s>``."""
+
+    kind: str  # "plain" or "sentencepiece": how the file is read
+    normalization: str  # the rule by which text is changed before it is split; "identity" for none
+
+    def __len__(self) -> int: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
+    def to_bytes(self) -> bytes: ...
+
+
 class PlainTokenizer:
-    """One vocabulary. It does not normalise, strip or lower-case; ``encode`` adds no specials."""
+    """A token is one character, or one blank-separated piece. It does not normalise, strip or lower-case."""
+
+    kind = "plain"
+    normalization = "identity"
 
     def __init__(self, unit: str, tokens: Sequence[str]) -> None:
         if unit not in ("character", "piece"):
@@ -81,21 +107,155 @@ class PlainTokenizer:
         parts = ["\ufffd" if i == SPECIAL_IDS.unk else self.tokens[i] for i in ids if i >= SPECIAL_IDS.unk]
         return ("" if self.unit == "character" else " ").join(parts)
 
-    def save(self, path: Path) -> None:
-        """Write the file described above."""
+    def to_bytes(self) -> bytes:
+        """The file described above."""
         content = {"kind": "plain", "unit": self.unit, "tokens": list(self.tokens)}
-        path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+        return (json.dumps(content, ensure_ascii=False) + "\n").encode("utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> PlainTokenizer:
-        """Read the file described above; anything else is a ``CheckpointError`` that names the file."""
+    def from_bytes(cls, data: bytes) -> PlainTokenizer:
+        """Read the file described above; anything else is a ``CheckpointError``."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(data)
             if content["kind"] != "plain":
                 raise CheckpointError(f"kind is {content['kind']!r}: this reader knows plain")
             return cls(content["unit"], content["tokens"])
-        except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
-            raise CheckpointError(f"{path} is no tokenizer file: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"not a plain vocabulary: {error}") from error
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model (Kudo and Richardson 2018), unigram or BPE."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, model: bytes) -> None:
+        proto = sentencepiece_model_pb2.ModelProto()
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            proto.ParseFromString(model)
+        except Exception as error:  # the library raises RuntimeError or a protobuf error, depending on the damage
+            raise CheckpointError(f"not a SentencePiece model: {error}") from error
+        self._model = model
+        self.normalization: str = proto.normalizer_spec.name
+        self.byte_fallback: bool = proto.trainer_spec.byte_fallback
+        processor = self._processor
+        ids = (processor.pad_id(), processor.bos_id(), processor.eos_id(), processor.unk_id())
+        expected = (SPECIAL_IDS.pad, SPECIAL_IDS.bos, SPECIAL_IDS.eos, SPECIAL_IDS.unk)
+        if ids != expected:
+            raise CheckpointError(f"<pad>, <s>, </s>, <unk> have the ids {ids}: they must be {expected}")
+
+    def __len__(self) -> int:
+        return int(self._processor.get_piece_size())
+
+    @classmethod
+    def train(cls, config: TokenizerConfig, lines: Iterable[str], seed: int) -> SentencePieceTokenizer:
+        """Learn a vocabulary of ``config.vocab_size`` tokens from lines of text.
+
+        At most a million lines, drawn at random, are looked at. Raises ``DataError`` when they do not hold that many.
+        """
+        model = io.BytesIO()
+        sentencepiece.set_random_generator_seed(seed)
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=(line for line in lines if line.strip()),
+                model_writer=model,
+                model_type=config.kind,
+                vocab_size=config.vocab_size,
+                character_coverage=config.character_coverage,
+                byte_fallback=config.byte_fallback,
+                split_digits=config.split_digits,
+                user_defined_symbols=list(config.user_defined_symbols),
+                normalization_rule_name=config.normalization,
+                pad_id=SPECIAL_IDS.pad,
+                bos_id=SPECIAL_IDS.bos,
+                eos_id=SPECIAL_IDS.eos,
+                unk_id=SPECIAL_IDS.unk,
+                unk_surface="\ufffd",
+                input_sentence_size=1_000_000,
+                num_threads=1,  # the result depends on it
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            raise DataError(f"no vocabulary of tokenizer.vocab_size = {config.vocab_size} tokens: {error}") from error
+        return cls(model.getvalue())
+
+    def encode(self, text: str) -> list[int]:
+        """The one best segmentation; superfluous blanks are gone."""
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def sample(self, texts: Sequence[str], sampling: float, seed: int) -> list[list[int]]:
+        """A random segmentation of each text: BPE dropout (Provilkov et al. 2020) or unigram sampling (Kudo 2018).
+
+        The same seed gives the same ids: the library has one random generator a thread, seeded when first used, so
+        this takes a thread of its own. Two calls at once would share the seed: do not.
+        """
+        result: list[list[int]] = []
+
+        def work() -> None:
+            options = {"enable_sampling": True, "alpha": sampling, "nbest_size": -1}
+            result.extend(self._processor.encode(text, **options) for text in texts)
+
+        sentencepiece.set_random_generator_seed(seed)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return result
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; ``<unk>`` and bytes that are no UTF-8 show as U+FFFD."""
+        text: str = self._processor.decode(list(ids))
+        return text
+
+    def to_bytes(self) -> bytes:
+        """The SentencePiece model file."""
+        return self._model
+
+
+def train_tokenizers(
+    config: TokenizerConfig, sources: Iterable[str], targets: Iterable[str], seed: int
+) -> tuple[Tokenizer, Tokenizer]:
+    """The tokenizers of the source and the target side; one object for both when they are joint."""
+    if config.kind == "plain":
+        assert config.source_unit is not None and config.target_unit is not None  # TokenizerConfig checks
+        return PlainTokenizer.build(config.source_unit, sources), PlainTokenizer.build(config.target_unit, targets)
+    if config.joint:
+        both = SentencePieceTokenizer.train(config, alternate(sources, targets), seed)
+        return both, both
+    return (
+        SentencePieceTokenizer.train(config, sources, seed),
+        SentencePieceTokenizer.train(config, targets, seed),
+    )
+
+
+def alternate(sources: Iterable[str], targets: Iterable[str]) -> Iterator[str]:
+    """Lines of both sides in turn."""
+    for source, target in zip(sources, targets, strict=True):
+        yield source
+        yield target
+
+
+def file_names(source: Tokenizer, target: Tokenizer) -> dict[str, str]:
+    """What the files of each side are called in a checkpoint: one file when the sides share a tokenizer."""
+    if source is target:
+        return {"source": "tokenizer.model", "target": "tokenizer.model"}
+    suffixes = {"plain": "json", "sentencepiece": "model"}
+    return {
+        side: f"{side}.tokenizer.{suffixes[tokenizer.kind]}"
+        for side, tokenizer in (("source", source), ("target", target))
+    }
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer file by its ending; ``CheckpointError`` naming the file otherwise."""
+    try:
+        data = path.read_bytes()
+        return SentencePieceTokenizer(data) if path.suffix == ".model" else PlainTokenizer.from_bytes(data)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is no tokenizer file: {error}") from error
 
 
 def split_text(unit: str, text: str) -> list[str]:

@@ -29,7 +29,7 @@ from dragoman_training.errors import CheckpointError, DataError, TrainingError
 from dragoman_training.model import Transformer
 from dragoman_training.muon import MuonWithAdamW
 from dragoman_training.optim import learning_rate, make_optimizer
-from dragoman_training.tokenizer import SPECIAL_IDS, PlainTokenizer
+from dragoman_training.tokenizer import SpecialIds, train_tokenizers
 from dragoman_training.validate import describe, truncate_metrics, validate
 from dragoman_training.workers import Workers
 
@@ -64,10 +64,7 @@ class Trainer:
         dev_files = {name: Path(getattr(config.data, name)) for name in ("dev_source", "dev_target")}
         sources, targets = data.read_aligned(*files.values())
         dev_sources, dev_targets = data.read_aligned(*dev_files.values())
-        self.tokenizers = (
-            PlainTokenizer.build(config.data.source_unit, sources),
-            PlainTokenizer.build(config.data.target_unit, targets),
-        )
+        self.tokenizers = train_tokenizers(config.tokenizer, sources, targets, config.loop.seed)
         limits = config.data.max_source_tokens, config.data.max_target_tokens
         self.train_data = data.encode_pairs(sources, targets, *self.tokenizers, *limits)
         self.dev_data = data.encode_pairs(dev_sources, dev_targets, *self.tokenizers, *limits)
@@ -75,13 +72,12 @@ class Trainer:
             if not dataset.pairs:
                 raise DataError(f"none of {dataset.dropped} {kind} pairs fits the limits {limits}: raise them")
         model_config = config.model.with_vocabularies(len(self.tokenizers[0]), len(self.tokenizers[1]))
-        if config.model.tied_embeddings == "all" and self.tokenizers[0].tokens != self.tokenizers[1].tokens:
-            raise DataError("model.tied_embeddings is 'all' but source and target vocabularies differ: choose target")
+        self.special = SpecialIds(unused=tuple(range(len(self.tokenizers[1]), model_config.target_vocab_size)))
         described = {
             name: {"sha256": data.file_sha256(path), "lines": len(data.read_lines(path))}
             for name, path in {**files, **dev_files}.items()
         }
-        self.record = checkpoint.run_record(model_config, SPECIAL_IDS, config, described)
+        self.record = checkpoint.run_record(model_config, self.special, self.tokenizers, config, described)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.loop.seed)
             self.model = Transformer(model_config)
@@ -210,7 +206,7 @@ class Trainer:
     def validated(self, clocks: tuple[float, float]) -> dict[str, Any]:
         """Validate, append a line to metrics.jsonl, remember the best; returns the line."""
         limit, progress = self.config.data.max_target_tokens, self.progress
-        validation = validate(self.workers, self.dev_data, limit)
+        validation = validate(self.workers, self.dev_data, limit, self.special)
         progress.seconds = time.monotonic() - clocks[0]
         progress.cpu_seconds = time.process_time() - clocks[1]
         metrics = {

@@ -13,7 +13,7 @@ from dragoman_training.data import Dataset, Pair, make_batch
 from dragoman_training.decode import greedy_all
 from dragoman_training.model import Transformer
 from dragoman_training.optim import smoothed_loss
-from dragoman_training.tokenizer import SPECIAL_IDS
+from dragoman_training.tokenizer import SPECIAL_IDS, SpecialIds
 from dragoman_training.workers import Workers
 
 ROWS = 256
@@ -27,7 +27,7 @@ class Validation:
     word_error_rate: float
 
 
-def validate(workers: Workers, dataset: Dataset, max_new_tokens: int) -> Validation:
+def validate(workers: Workers, dataset: Dataset, max_new_tokens: int, special: SpecialIds) -> Validation:
     """Loss and greedy word error rate; lines over the limits count as wrong. Draws no random numbers."""
     pairs = sorted(dataset.pairs, key=lambda pair: len(pair.source))
     chunks = [pairs[i : i + ROWS] for i in range(0, len(pairs), ROWS)]
@@ -37,7 +37,7 @@ def validate(workers: Workers, dataset: Dataset, max_new_tokens: int) -> Validat
         with torch.inference_mode():
             logits = model(batch.source, batch.source_lengths, batch.target)
             loss, tokens = smoothed_loss(logits, batch.labels, SPECIAL_IDS.pad, 0.0)
-        outputs = greedy_all(model, [pair.source for pair in chunk], max_new_tokens)
+        outputs = greedy_all(model, [pair.source for pair in chunk], max_new_tokens, special)
         right = sum(out.tokens == pair.target[:-1] for out, pair in zip(outputs, chunk, strict=True))
         return loss.item(), tokens, right
 

@@ -18,11 +18,14 @@ train_source = "train.source"
 train_target = "train.target"
 dev_source = "dev.source"
 dev_target = "dev.target"
-source_unit = "character"
-target_unit = "piece"
 max_source_tokens = 8
 max_target_tokens = 8
 batch_tokens = 64
+
+[tokenizer]
+kind = "plain"
+source_unit = "character"
+target_unit = "piece"
 
 [model]
 d_model = 8
