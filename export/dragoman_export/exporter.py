@@ -30,18 +30,18 @@ from dragoman.bundle import (
 from dragoman.engine.runner import OrtModel, OrtRunner
 from dragoman.errors import InvalidRequestError
 from dragoman.served_model import token_rules
-from dragoman.tokenizer import PlainVocabulary, SourceTokenizer
+from dragoman.tokenizer import SourceTokenizer, TargetTokenizer
+from dragoman.vocabulary import Vocabulary, load_vocabulary
 from dragoman_export.errors import ExportError
 from dragoman_export.graphs import DecoderGraph, EncoderGraph
 from dragoman_export.trace import OPSET, trace
 from dragoman_export.verify import Parity, golden_set, verify
 from dragoman_training.checkpoint import LoadedCheckpoint
 from dragoman_training.data import encode_source
+from dragoman_training.tokenizer import Tokenizer
 
 ENCODER_FILE, DECODER_FILE = "encoder.cpu.fp32.onnx", "decoder.cpu.fp32.onnx"
-SOURCE_TOKENIZER_FILE, TARGET_TOKENIZER_FILE = "source.tokenizer.json", "target.tokenizer.json"
 GOLDEN_FILE = "golden.cpu.fp32.jsonl"
-UNKNOWN_POLICY = "refuse"
 VERIFY_SLOTS = 32
 VERIFY_KV_CACHE_BYTES = 1 << 30
 
@@ -71,9 +71,11 @@ def export(
     Those that the model would refuse are left out and counted. Raises ExportError when a check fails, BundleError when
     ``out`` exists.
     """
-    tokenizer = SourceTokenizer(
-        PlainVocabulary.load(checkpoint.folder / SOURCE_TOKENIZER_FILE), (), (checkpoint.special.eos,), UNKNOWN_POLICY
-    )
+    vocabularies = {
+        side: load_vocabulary(tokenizer.kind, checkpoint.folder / checkpoint.tokenizer_files[side])
+        for side, tokenizer in (("source", checkpoint.source_tokenizer), ("target", checkpoint.target_tokenizer))
+    }
+    tokenizer = SourceTokenizer(vocabularies["source"], (), (checkpoint.special.eos,))
     encoded = [(text, source) for text in texts if (source := _encode(checkpoint, tokenizer, text)) is not None]
     if not encoded:
         raise ExportError(f"the model accepts none of the {len(texts)} sources: give dev sources to compare on")
@@ -82,15 +84,16 @@ def export(
     encoder = trace(EncoderGraph(model), ENCODER_FILE)
     decoder = trace(DecoderGraph(model), DECODER_FILE)
     graphs = GraphSet("cpu", "fp32", OPSET, encoder.declaration, decoder.declaration, GOLDEN_FILE, {})
-    manifest = _manifest(checkpoint, graphs, name, version, quality)
+    manifest = _manifest(checkpoint, vocabularies, graphs, name, version, quality)
     files = {
         ENCODER_FILE: encoder.content,
         DECODER_FILE: decoder.content,
-        **{name: (checkpoint.folder / name).read_bytes() for name in (SOURCE_TOKENIZER_FILE, TARGET_TOKENIZER_FILE)},
+        **{file: (checkpoint.folder / file).read_bytes() for file in checkpoint.tokenizer_files.values()},
     }
     runner = OrtRunner(OrtModel(manifest.model, graphs, files.__getitem__), VERIFY_SLOTS, VERIFY_KV_CACHE_BYTES)
     rules = token_rules(manifest)
     parity, references = verify(model, runner, rules, sources, manifest.limits.max_new_tokens, checkpoint.special)
+    _check_decoding(checkpoint, TargetTokenizer(vocabularies["target"]), [tuple(r.tokens) for r in references])
     golden = golden_set(model, rules, [text for text, _ in encoded], sources, references)
     files[GOLDEN_FILE] = _golden_lines(golden)
     if notice is not None:
@@ -114,8 +117,23 @@ def _encode(checkpoint: LoadedCheckpoint, tokenizer: SourceTokenizer, text: str)
     return source if text.strip() and len(source) <= checkpoint.max_source_tokens else None
 
 
+def _check_decoding(
+    checkpoint: LoadedCheckpoint, tokenizer: TargetTokenizer, answers: Sequence[tuple[int, ...]]
+) -> None:
+    """Raises ExportError unless the service makes the same text of the model's answers as training does."""
+    for tokens in answers:
+        served, trained = tokenizer.decode(tokens), checkpoint.target_tokenizer.decode(tokens)
+        if served != trained:
+            raise ExportError(f"the service decodes {list(tokens)} to {served!r}, training to {trained!r}")
+
+
 def _manifest(
-    checkpoint: LoadedCheckpoint, graphs: GraphSet, name: str, version: str, quality: Mapping[str, float | str] | None
+    checkpoint: LoadedCheckpoint,
+    vocabularies: Mapping[str, Vocabulary],
+    graphs: GraphSet,
+    name: str,
+    version: str,
+    quality: Mapping[str, float | str] | None,
 ) -> Manifest:
     config, special = checkpoint.model.config, checkpoint.special
     return Manifest(
@@ -134,12 +152,10 @@ def _manifest(
         ),
         special_ids=SpecialIds(special.eos, special.decoder_start, special.never_produced),
         limits=Limits(checkpoint.max_source_tokens, checkpoint.max_target_tokens),
-        unknown_policy=UNKNOWN_POLICY,
+        unknown_policy=vocabularies["source"].unknown_policy,
         tokenizers=Tokenizers(
-            source=TokenizerEntry("plain", SOURCE_TOKENIZER_FILE, config.source_vocab_size, (), (special.eos,)),
-            target=TokenizerEntry(
-                "plain", TARGET_TOKENIZER_FILE, config.target_vocab_size, (special.decoder_start,), (special.eos,)
-            ),
+            source=_tokenizer_entry(checkpoint, "source", checkpoint.source_tokenizer, ()),
+            target=_tokenizer_entry(checkpoint, "target", checkpoint.target_tokenizer, (special.decoder_start,)),
         ),
         graphs=(graphs,),
         quality=dict(quality) if quality else {"status": "unmeasured"},
@@ -153,6 +169,19 @@ def _manifest(
             "onnxruntime": importlib.metadata.version("onnxruntime"),
             "num_parameters": sum(p.numel() for p in checkpoint.model.parameters()),
         },
+    )
+
+
+def _tokenizer_entry(
+    checkpoint: LoadedCheckpoint, side: str, tokenizer: Tokenizer, start: tuple[int, ...]
+) -> TokenizerEntry:
+    return TokenizerEntry(
+        kind=tokenizer.kind,
+        file=checkpoint.tokenizer_files[side],
+        size=len(tokenizer),
+        start=start,
+        end=(checkpoint.special.eos,),
+        normalization=tokenizer.normalization,
     )
 
 

@@ -19,7 +19,7 @@ from dragoman.types import FloatArray, GenerationRequest, Runner
 from dragoman_export.errors import ExportError
 from dragoman_training.decode import Hypothesis, greedy_all
 from dragoman_training.model import Transformer
-from dragoman_training.tokenizer import SPECIAL_IDS, SpecialIds
+from dragoman_training.tokenizer import SpecialIds
 
 MAX_LOGIT_DIFFERENCE = 1e-3  # fp32 sums in another order; a wrong weight or cache shows as 0.1 and more
 TIE_GAP = 1e-4  # two logits closer than this may come out either way
@@ -146,7 +146,7 @@ def verify(
     rules: TokenRules,
     sources: Sequence[Source],
     max_new_tokens: int,
-    special: SpecialIds = SPECIAL_IDS,
+    special: SpecialIds,
 ) -> tuple[Parity, list[Hypothesis]]:
     """Both comparisons. Returns the figures and PyTorch's answers. Raises ExportError."""
     references = greedy_all(model, sources, max_new_tokens, special)

@@ -24,13 +24,15 @@ from typing import Any
 
 from dragoman.errors import BundleError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+VOCABULARY_MULTIPLE = 8
+"""A model's vocabulary may be its tokenizer's, rounded up to a multiple of this: matrices of such sizes are fast."""
 MANIFEST_NAME = "manifest.json"
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that a runner needs to allocate its buffers."""
+    """The sizes that a runner needs to allocate its buffers. The vocabularies' include padding."""
 
     d_model: int
     num_heads: int
@@ -70,13 +72,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class TokenizerEntry:
-    """One side's tokenizer: kind, file, vocabulary size, and the sequence template around the text's own tokens."""
+    """One side's tokenizer, and the sequence template around the text's own tokens."""
 
-    kind: str
+    kind: str  # "plain" or "sentencepiece": how the file is read
     file: str
-    size: int
+    size: int  # in tokens, without the model's padding
     start: tuple[int, ...]
     end: tuple[int, ...]
+    normalization: str  # the rule by which text is changed before it is split; "identity" for none
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,19 @@ class Manifest:
         for index in (ids.eos, ids.decoder_start, *ids.never_generated):
             if not 0 <= index < size:
                 raise BundleError(f"special_ids hold {index}, but the target vocabulary has {size} tokens")
+        sides = (
+            ("source", self.tokenizers.source.size, self.model.source_vocab_size),
+            ("target", self.tokenizers.target.size, self.model.target_vocab_size),
+        )
+        for side, tokens, model_size in sides:
+            if not 0 <= model_size - tokens < VOCABULARY_MULTIPLE:
+                raise BundleError(
+                    f"tokenizers.{side} has {tokens} tokens, the model {model_size}, of which at most "
+                    f"{VOCABULARY_MULTIPLE - 1} may be padding: the tokenizer belongs to another model"
+                )
+        padding = set(range(self.tokenizers.target.size, self.model.target_vocab_size))
+        if producible := sorted(padding - set(self.special_ids.never_generated)):
+            raise BundleError(f"special_ids.never_generated lacks {producible}, which no token stands for")
 
     @property
     def checksum(self) -> str:

@@ -43,6 +43,15 @@ class ServedResult(TextResult):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenizerInfo:
+    """How one side's text becomes tokens."""
+
+    kind: str
+    size: int
+    normalization: str  # the rule by which text is changed first; "identity" for none
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a served model is and accepts."""
 
@@ -58,6 +67,8 @@ class ModelInfo:
     max_segments: int
     unknown_policy: str
     quality: dict[str, str]
+    source_tokenizer: TokenizerInfo
+    target_tokenizer: TokenizerInfo
 
 
 @contextmanager
@@ -236,4 +247,10 @@ def _model_info(message: pb.GetModelResponse) -> ModelInfo:
         max_segments=message.limits.max_segments,
         unknown_policy=message.unknown_policy,
         quality=dict(message.quality),
+        source_tokenizer=_tokenizer_info(message.source_tokenizer),
+        target_tokenizer=_tokenizer_info(message.target_tokenizer),
     )
+
+
+def _tokenizer_info(message: pb.TokenizerInfo) -> TokenizerInfo:
+    return TokenizerInfo(message.kind, message.size, message.normalization)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from dragoman import document
 from dragoman.bundle import Manifest
 from dragoman.engine.engine import Engine, Stream
-from dragoman.errors import InvalidRequestError, SourceTooLongError
-from dragoman.tokenizer import IncrementalDetokenizer, SourceTokenizer, TargetTokenizer
-from dragoman.types import DecodingOptions, FinishReason, GenerationRequest, GenerationResult, Timing
+from dragoman.errors import SourceTooLongError
+from dragoman.tokenizer import IncrementalDetokenizer, SourceTokenizer, TargetTokenizer, lone_surrogate
+from dragoman.types import DecodingOptions, FinishReason, GenerationRequest, GenerationResult, HypothesisResult, Timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +97,24 @@ class TextPipeline:
         """The answer piece by piece, segments interleaved as they are decoded; the last item is the whole of it.
 
         deadline: on ``time.monotonic``'s clock. Closing the iterator cancels the work. Raises DragomanError; when one
-        segment fails the whole text does. A text without a segment gives its result at once, without a run.
+        segment fails the whole text does. A text without a segment gives its result at once, without a run; so does a
+        segment of which the tokenizer keeps nothing, and comes back unchanged.
         """
         started = time.monotonic()
         segments, requests = self._requests(text, options, deadline)
-        streams: list[Stream] = []
+        streams: dict[int, Stream] = {}
         readers: list[asyncio.Task[None]] = []
         items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception] = asyncio.Queue()
         try:
             # All or none: a text of which a part was refused is refused.
-            streams.extend(self._engine.submit(request) for request in requests)
+            for index, request in enumerate(requests):
+                if request is not None:
+                    streams[index] = self._engine.submit(request)
+                else:
+                    _return_unchanged(index, segments[index].text, items, scored=options.return_scores)
             readers = [
                 asyncio.create_task(self._read(index, stream, items, scored=options.return_scores))
-                for index, stream in enumerate(streams)
+                for index, stream in streams.items()
             ]
             ends: dict[int, _SegmentEnd] = {}
             while len(ends) < len(segments):
@@ -121,7 +126,7 @@ class TextPipeline:
                 else:
                     yield item
         finally:
-            for stream in streams:
+            for stream in streams.values():
                 stream.cancel()
             for reader in readers:
                 reader.cancel()
@@ -129,8 +134,11 @@ class TextPipeline:
 
     def _requests(
         self, text: str, options: DecodingOptions, deadline: float | None
-    ) -> tuple[list[document.Segment], list[GenerationRequest]]:
-        """Validate, split and tokenize: all that can be refused is refused here, before the engine hears of it."""
+    ) -> tuple[list[document.Segment], list[GenerationRequest | None]]:
+        """Validate, split and tokenize: all that can be refused is refused here, before the engine hears of it.
+
+        There is no request for a segment of which the tokenizer keeps nothing, such as one zero-width blank.
+        """
         num_bytes = _utf8_length(text)
         if num_bytes > self._limits.max_text_bytes:
             raise SourceTooLongError(
@@ -143,9 +151,12 @@ class TextPipeline:
         self._engine.check_room(len(segments))
         most = self._model_limits.max_new_tokens
         max_new_tokens = min(options.max_new_tokens or most, most)
-        requests = []
+        requests: list[GenerationRequest | None] = []
         for segment in segments:
             source = self._source_tokenizer.encode(segment.text)
+            if source == self._source_tokenizer.empty:
+                requests.append(None)
+                continue
             if len(source) > self._model_limits.max_source_tokens:
                 raise SourceTooLongError(
                     f"source has {len(source)} tokens, end token included; this model accepts "
@@ -210,12 +221,20 @@ class _SegmentEnd:
     result: GenerationResult
 
 
+def _return_unchanged(
+    index: int, text: str, items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception], *, scored: bool
+) -> None:
+    """What ``TextPipeline._read`` does, for a segment that the model does not see."""
+    score, token_scores = (0.0, ()) if scored else (None, None)
+    hypothesis = TextHypothesis(text, (), FinishReason.STOP, score, token_scores)
+    result = GenerationResult((HypothesisResult((), FinishReason.STOP),), num_source_tokens=0, timing=Timing())
+    items.put_nowait(TextUpdate(index, 0, text, hypothesis))
+    items.put_nowait(_SegmentEnd(index, hypothesis, result))
+
+
 def _utf8_length(text: str) -> int:
     """Raises InvalidRequestError for a lone surrogate, which no UTF-8 text holds."""
     try:
         return len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"text holds the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}: "
-            "send valid Unicode"
-        ) from error
+        raise lone_surrogate(text) from error

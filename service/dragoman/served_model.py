@@ -12,8 +12,9 @@ from dragoman.engine.kv import kv_cache_bytes
 from dragoman.engine.replica import TokenRules, generate_all
 from dragoman.errors import BundleError, ConfigError, DragomanError
 from dragoman.pipeline import TextLimits, TextPipeline
-from dragoman.tokenizer import PlainVocabulary, SourceTokenizer, TargetTokenizer
+from dragoman.tokenizer import SourceTokenizer, TargetTokenizer
 from dragoman.types import GenerationRequest, GenerationResult, Runner, StatsListener
+from dragoman.vocabulary import Vocabulary, load_vocabulary
 
 GOLDEN_SCORE_TOLERANCE = 1e-3
 """Of a sum of log-probabilities, relative to 1 + its size: far above fp32 rounding, far below any change of weights."""
@@ -93,25 +94,29 @@ def token_rules(manifest: Manifest) -> TokenRules:
 
 
 def load_tokenizers(bundle: ModelBundle) -> tuple[SourceTokenizer, TargetTokenizer]:
-    """Both sides. Raises BundleError when a vocabulary's size is not the model's."""
+    """Both sides. Raises BundleError when a file is not what the manifest says of it."""
     manifest = bundle.manifest
     sides = manifest.tokenizers
-    source = _vocabulary(bundle, sides.source, manifest.model.source_vocab_size)
-    target = _vocabulary(bundle, sides.target, manifest.model.target_vocab_size)
-    return (
-        SourceTokenizer(source, sides.source.start, sides.source.end, manifest.unknown_policy),
-        TargetTokenizer(target),
-    )
-
-
-def _vocabulary(bundle: ModelBundle, entry: TokenizerEntry, model_size: int) -> PlainVocabulary:
-    if entry.kind != "plain":
-        raise BundleError(f"{entry.file}: tokenizer kind is {entry.kind!r}; this version reads 'plain'")
-    vocabulary = PlainVocabulary.load(bundle.file(entry.file))
-    if not len(vocabulary.tokens) == entry.size == model_size:
+    source, target = _load_vocabulary(bundle, sides.source), _load_vocabulary(bundle, sides.target)
+    if source.unknown_policy != manifest.unknown_policy:
         raise BundleError(
-            f"{entry.file} has {len(vocabulary.tokens)} tokens, its entry says {entry.size}, the model has "
-            f"{model_size}: it belongs to another model"
+            f"unknown_policy is {manifest.unknown_policy!r}; what {sides.source.file} can do is "
+            f"{source.unknown_policy!r}: export the checkpoint again"
+        )
+    return SourceTokenizer(source, sides.source.start, sides.source.end), TargetTokenizer(target)
+
+
+def _load_vocabulary(bundle: ModelBundle, entry: TokenizerEntry) -> Vocabulary:
+    vocabulary = load_vocabulary(entry.kind, bundle.file(entry.file))
+    if len(vocabulary.tokens) != entry.size:
+        raise BundleError(
+            f"{entry.file} has {len(vocabulary.tokens)} tokens, the manifest says {entry.size}: it belongs to another "
+            "model"
+        )
+    if vocabulary.normalization != entry.normalization:
+        raise BundleError(
+            f"{entry.file} normalises by {vocabulary.normalization!r}, the manifest says {entry.normalization!r}: it "
+            "belongs to another model"
         )
     return vocabulary
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dragoman.bundle import (
+    FORMAT_VERSION,
     Graph,
     GraphSet,
     Limits,
@@ -26,17 +27,9 @@ from dragoman.config import EngineConfig
 from dragoman.engine.engine import Engine
 from dragoman.pipeline import TextLimits, TextPipeline
 from dragoman.served_model import ServedModel, token_rules
-from dragoman.tokenizer import (
-    BOS_ID,
-    EOS_ID,
-    PAD_ID,
-    SPECIAL_TOKENS,
-    UNK_ID,
-    PlainVocabulary,
-    SourceTokenizer,
-    TargetTokenizer,
-)
+from dragoman.tokenizer import SourceTokenizer, TargetTokenizer
 from dragoman.types import FloatArray, IntArray, StatsListener, TokenIds
+from dragoman.vocabulary import BOS_ID, EOS_ID, PAD_ID, SPECIAL_TOKENS, UNK_ID, PlainVocabulary
 
 Script = Callable[[TokenIds, TokenIds], Sequence[float]]
 """Logits (V,) after a source and the target tokens fed so far, the decoder start included."""
@@ -97,7 +90,7 @@ def scripted_manifest(name: str = "scripted", limits: Limits | None = None) -> M
     size = len(VOCABULARY.tokens)
     graph = Graph("none.onnx", (), (), {})
     return Manifest(
-        format_version=1,
+        format_version=FORMAT_VERSION,
         name=name,
         version="1",
         created="2000-01-01T00:00:00Z",
@@ -106,8 +99,8 @@ def scripted_manifest(name: str = "scripted", limits: Limits | None = None) -> M
         limits=limits or Limits(max_source_tokens=64, max_new_tokens=64),
         unknown_policy="refuse",
         tokenizers=Tokenizers(
-            TokenizerEntry("plain", "source.json", size, (), (EOS_ID,)),
-            TokenizerEntry("plain", "target.json", size, (BOS_ID,), (EOS_ID,)),
+            TokenizerEntry("plain", "source.json", size, (), (EOS_ID,), "identity"),
+            TokenizerEntry("plain", "target.json", size, (BOS_ID,), (EOS_ID,), "identity"),
         ),
         graphs=(GraphSet("cpu", "fp32", 17, graph, graph, "golden.jsonl", {}),),
         quality={},
@@ -127,7 +120,7 @@ def scripted_model(
     engine = Engine(runners or [ScriptedRunner()], token_rules(manifest), config or EngineConfig(), listener)
     pipeline = TextPipeline(
         manifest,
-        SourceTokenizer(VOCABULARY, (), (EOS_ID,), "refuse"),
+        SourceTokenizer(VOCABULARY, (), (EOS_ID,)),
         TargetTokenizer(VOCABULARY),
         engine,
         limits or TextLimits(max_text_bytes=65536, max_segments=256),

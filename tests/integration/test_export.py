@@ -84,7 +84,7 @@ def test_the_decoder_starts_with_one_constant_everywhere(bundle, checkpoint, rev
     """Training batches, the checkpoint, the manifest and the engine agree on the first decoder input."""
     words = (reverse_data / "dev.source").read_text().split("\n")[:3]
     targets = (reverse_data / "dev.target").read_text().split("\n")[:3]
-    pairs = encode_pairs(words, targets, checkpoint.source_tokenizer, checkpoint.target_tokenizer, 32, 32).pairs
+    pairs = list(encode_pairs(words, targets, checkpoint.source_tokenizer, checkpoint.target_tokenizer, 32, 32))
     start = bundle.manifest.special_ids.decoder_start
     assert make_batch(pairs).target[:, 0].tolist() == [start] * 3
     assert checkpoint.special.decoder_start == start
@@ -196,7 +196,7 @@ def test_growing_the_capacity_in_flight_changes_no_answer(bundle, rules):
 def test_greedy_output_is_pytorchs(runner, checkpoint, rules):
     """300 sources, continuously batched in 16 slots: PyTorch's tokens; scores within 1e-4."""
     sources = random_sources(300, longest=10)
-    references = greedy(checkpoint.model, sources, 32)
+    references = greedy(checkpoint.model, sources, 32, checkpoint.special)
     outcomes = generate_all(
         runner, rules, [GenerationRequest(s, 32, return_scores=True) for s in sources], EngineConfig()
     )
@@ -246,13 +246,13 @@ def test_a_wrong_weight_fails_the_comparison(bundle, checkpoint, rules, graph):
     files = {name: bundle.read(name) for name in bundle.manifest.files} | {file: content}
     runner = runner_of(bundle, content=files.__getitem__)
     with pytest.raises(ExportError, match="logits differ"):
-        verify(checkpoint.model, runner, rules, random_sources(40, longest=8), 32)
+        verify(checkpoint.model, runner, rules, random_sources(40, longest=8), 32, checkpoint.special)
 
 
 def test_other_tokens_fail_the_comparison(checkpoint, runner, rules):
     """A reference that differs in one token without a tie is an error, and the message names source and token."""
     sources = [(4, 5, 6, 2), (7, 8, 2)]
-    references = greedy(checkpoint.model, sources, 32)
+    references = greedy(checkpoint.model, sources, 32, checkpoint.special)
     references[1] = dataclasses.replace(references[1], tokens=[references[1].tokens[0], 4])
     with pytest.raises(ExportError, match="source 1: token 1 is"):
         compare_greedy(checkpoint.model, runner, rules, sources, references, 32)
@@ -285,11 +285,11 @@ def test_a_server_refuses_a_graph_with_another_signature(bundle, tmp_path):
 
 
 def test_a_server_refuses_the_tokenizer_of_another_model(bundle, tmp_path):
-    """One token more than the model has: refused by size, by name."""
+    """One token more than it was trained with: refused by size, by name."""
     data = json.loads(bundle.read("target.tokenizer.json"))
     data["tokens"].append("Z")
     other = resaved(bundle, tmp_path / "other", **{"target.tokenizer.json": json.dumps(data).encode()})
-    with pytest.raises(BundleError, match=r"target\.tokenizer\.json has 13 tokens.*the model has 12"):
+    with pytest.raises(BundleError, match=r"target\.tokenizer\.json has 13 tokens, the manifest says 12"):
         load_tokenizers(other)
 
 

@@ -58,7 +58,7 @@ def _export(args: argparse.Namespace) -> None:
     from dragoman_export.errors import ExportError
     from dragoman_export.exporter import export
     from dragoman_training.checkpoint import load_model
-    from dragoman_training.data import read_lines
+    from dragoman_training.corpus import read_lines
 
     if args.out.exists():
         raise ExportError(f"{args.out} exists already: choose another folder or remove it")
@@ -73,6 +73,9 @@ def _export(args: argparse.Namespace) -> None:
         notice=args.notice.read_bytes() if args.notice else None,
     )
     manifest = result.bundle.manifest
+    for side, entry in (("source", manifest.tokenizers.source), ("target", manifest.tokenizers.target)):
+        print(f"{side}: {entry.file}, {entry.kind}, {entry.size} tokens, normalization {entry.normalization}")
+    print(f"characters that the source vocabulary lacks: {manifest.unknown_policy}")
     graphs = manifest.graphs[0]
     size = sum(entry.bytes for entry in manifest.files.values())
     for graph in (graphs.encoder, graphs.decoder):

@@ -10,6 +10,7 @@ from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from dragoman.bundle import TokenizerEntry
 from dragoman.config import ServerConfig
 from dragoman.errors import (
     BundleError,
@@ -190,4 +191,10 @@ def _describe(model: ServedModel, config: ServerConfig) -> pb.GetModelResponse:
             target_vocab_size=shape.target_vocab_size,
         ),
         quality={name: str(value) for name, value in manifest.quality.items()},
+        source_tokenizer=_describe_tokenizer(manifest.tokenizers.source),
+        target_tokenizer=_describe_tokenizer(manifest.tokenizers.target),
     )
+
+
+def _describe_tokenizer(entry: TokenizerEntry) -> pb.TokenizerInfo:
+    return pb.TokenizerInfo(kind=entry.kind, size=entry.size, normalization=entry.normalization)

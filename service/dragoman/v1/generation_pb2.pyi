@@ -190,7 +190,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("model", "version", "created", "checksum", "precision", "provider", "limits", "unknown_policy", "shape", "quality")
+    __slots__ = ("model", "version", "created", "checksum", "precision", "provider", "limits", "unknown_policy", "shape", "quality", "source_tokenizer", "target_tokenizer")
     class QualityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +208,8 @@ class GetModelResponse(_message.Message):
     UNKNOWN_POLICY_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     QUALITY_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    TARGET_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     created: _timestamp_pb2.Timestamp
@@ -218,7 +220,19 @@ class GetModelResponse(_message.Message):
     unknown_policy: str
     shape: ModelShape
     quality: _containers.ScalarMap[str, str]
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., checksum: _Optional[str] = ..., precision: _Optional[str] = ..., provider: _Optional[str] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., unknown_policy: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., quality: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    source_tokenizer: TokenizerInfo
+    target_tokenizer: TokenizerInfo
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., checksum: _Optional[str] = ..., precision: _Optional[str] = ..., provider: _Optional[str] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., unknown_policy: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., quality: _Optional[_Mapping[str, str]] = ..., source_tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., target_tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ...) -> None: ...
+
+class TokenizerInfo(_message.Message):
+    __slots__ = ("kind", "size", "normalization")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZATION_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    size: int
+    normalization: str
+    def __init__(self, kind: _Optional[str] = ..., size: _Optional[int] = ..., normalization: _Optional[str] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
     __slots__ = ("max_source_tokens", "max_new_tokens", "max_text_bytes", "max_segments")

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 
-from dragoman.client import Client, ServedResult
+from dragoman.client import Client, ServedResult, TokenizerInfo
 from dragoman.errors import DragomanError, InvalidRequestError
 from dragoman.pipeline import TextUpdate
 from dragoman.types import DecodingOptions, FinishReason
@@ -104,11 +104,12 @@ async def test_max_new_tokens_cuts_the_answer_and_says_so(start_server):
 
 
 async def test_the_model_describes_itself(start_server):
-    """GetModel tells name, limits of model and server, and the policy for unknown characters."""
+    """GetModel tells name, limits of model and server, tokenizers, and the policy for unknown characters."""
     running = await start_server(max_text_bytes=1000)
     info = await running.client.model_info()
     assert (info.model, info.version, info.precision, info.provider) == ("scripted", "1", "fp32", "cpu")
     assert (info.max_source_tokens, info.max_text_bytes, info.unknown_policy) == (64, 1000, "refuse")
+    assert info.source_tokenizer == info.target_tokenizer == TokenizerInfo("plain", 30, "identity")
     assert len(info.checksum) == 64
     assert info.created.year == 2000
 

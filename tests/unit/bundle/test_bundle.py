@@ -102,7 +102,7 @@ def test_every_flipped_bit_of_the_manifest_is_noticed(bundle):
 def test_another_format_version_says_what_to_do(bundle):
     """The message names both versions and the remedy."""
     rewrite(bundle, lambda data: data.update(format_version=7))
-    with pytest.raises(BundleError, match=r"format_version 7; this version of dragoman reads 1: export"):
+    with pytest.raises(BundleError, match=r"format_version 7; this version of dragoman reads 2: export"):
         ModelBundle.load(bundle.path)
 
 
@@ -121,6 +121,13 @@ def test_another_format_version_says_what_to_do(bundle):
         (lambda d: d["limits"].update(max_new_tokens=0), r"limits.max_new_tokens is 0; it must be at least 1"),
         (lambda d: d["special_ids"].update(decoder_start=30), r"special_ids hold 30.*30 tokens"),
         (lambda d: d["special_ids"].update(never_generated=[2]), "no answer could ever end"),
+        (lambda d: d["tokenizers"]["source"].pop("normalization"), "normalization"),
+        (
+            lambda d: d["model"].update(source_vocab_size=38),
+            r"tokenizers.source has 30 tokens, the model 38, .* 7 may be",
+        ),
+        (lambda d: d["model"].update(target_vocab_size=29), "tokenizers.target has 30 tokens, the model 29"),
+        (lambda d: d["model"].update(target_vocab_size=32), r"never_generated lacks \[30, 31\]"),
     ],
 )
 def test_a_wrong_field_is_named(bundle, change, message):
@@ -130,7 +137,7 @@ def test_a_wrong_field_is_named(bundle, change, message):
         ModelBundle.load(bundle.path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"format_version": 1}', b"[" * 200_000])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"format_version": 2}', b"[" * 200_000])
 def test_a_manifest_that_is_none_is_refused(bundle, content):
     """Whatever stands in its place, the message names manifest.json."""
     (bundle.path / MANIFEST_NAME).write_bytes(content)

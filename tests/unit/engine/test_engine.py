@@ -23,8 +23,8 @@ from dragoman.errors import (
     RowError,
 )
 from dragoman.testing import VOCABULARY, ScriptedRunner, copy_script
-from dragoman.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from dragoman.types import FinishReason, GenerationRequest, RequestStats, StepStats
+from dragoman.vocabulary import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
 RULES = TokenRules(decoder_start=BOS_ID, eos=EOS_ID, never_generated=(PAD_ID, BOS_ID, UNK_ID))
 SIZE = len(VOCABULARY.tokens)

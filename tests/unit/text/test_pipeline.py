@@ -5,14 +5,19 @@ import contextlib
 import math
 import threading
 
+import numpy as np
 import pytest
 
 from dragoman.bundle import Limits
 from dragoman.config import EngineConfig
+from dragoman.engine.engine import Engine
 from dragoman.errors import DragomanError, InvalidRequestError, OverloadedError, SourceTooLongError, UnsupportedError
-from dragoman.pipeline import TextLimits, TextResult
+from dragoman.pipeline import TextLimits, TextPipeline, TextResult
+from dragoman.served_model import token_rules
 from dragoman.testing import ScriptedRunner, copy_script, scripted_manifest, scripted_model
+from dragoman.tokenizer import SourceTokenizer, TargetTokenizer
 from dragoman.types import DecodingOptions, FinishReason
+from dragoman.vocabulary import EOS_ID, SentencePieceVocabulary
 
 
 @contextlib.asynccontextmanager
@@ -48,6 +53,68 @@ async def test_blank_text_comes_back_without_a_run(text):
         result = await pipeline.generate(text, DecodingOptions())
     assert (result.text, result.segments) == (text, ())
     assert runner.encoded == []
+
+
+class Echo:
+    """A pipeline whose model answers with its source, over SentencePiece tokenizers."""
+
+    def __init__(self, model):
+        vocabulary = SentencePieceVocabulary(model)
+        size = len(vocabulary.tokens)
+
+        def script(source, fed):
+            return np.eye(size)[source[len(fed) - 1]]
+
+        self.runner = ScriptedRunner(script)
+        self.manifest = scripted_manifest()
+        self.engine = Engine([self.runner], token_rules(self.manifest), EngineConfig())
+        tokenizers = SourceTokenizer(vocabulary, (), (EOS_ID,)), TargetTokenizer(vocabulary)
+        self.pipeline = TextPipeline(self.manifest, *tokenizers, self.engine, TextLimits(1000, 10))
+
+    async def __aenter__(self):
+        self.engine.start()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.engine.close()
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+async def test_subwords_and_bytes_stream_to_whole_words(sentencepiece_model, kind):
+    """The deltas hold no half character and no mark, and join to the answer, blanks and all."""
+    text = "the green dog\n über 🦩 straße \n日本"
+    async with Echo(sentencepiece_model(kind)) as echo:
+        *updates, result = [item async for item in echo.pipeline.stream(text, DecodingOptions())]
+    assert result.text == text
+    assert [segment.hypotheses[0].text for segment in result.segments] == ["the green dog", "über 🦩 straße", "日本"]
+    for index, segment in enumerate(result.segments):
+        deltas = [update.delta for update in updates if update.segment == index]
+        assert "".join(deltas) == segment.hypotheses[0].text
+        assert not any("\ufffd" in delta or "\u2581" in delta for delta in deltas)
+
+
+async def test_spans_count_the_text_as_it_was_sent(sentencepiece_model):
+    """A rule that makes other characters of some moves no segment's place."""
+    async with Echo(sentencepiece_model("bpe", True, "nfkc")) as echo:
+        result = await echo.pipeline.generate("Ⅳ … ﬁne\n the ½", DecodingOptions())
+    assert [(s.start, s.end, s.hypotheses[0].text) for s in result.segments] == [
+        (0, 7, "IV ... fine"),
+        (9, 14, "the 1⁄2"),
+    ]
+
+
+async def test_a_line_of_which_the_tokenizer_keeps_nothing_comes_back_without_a_run(sentencepiece_model):
+    """A zero-width blank, which the rule removes, is a blank line: unchanged at its place, streamed or not."""
+    text = "the dog\n\u200b\nthe tree"
+    async with Echo(sentencepiece_model("bpe", True, "nmt_nfkc")) as echo:
+        *updates, result = [item async for item in echo.pipeline.stream(text, DecodingOptions(return_scores=True))]
+        alone = await echo.pipeline.generate("\u200b", DecodingOptions())
+    assert (result.text, alone.text) == (text, "\u200b")
+    assert len(echo.runner.encoded) == 2
+    blank = result.segments[1].hypotheses[0]
+    assert (blank.tokens, blank.finish_reason, blank.score, blank.token_scores) == ((), FinishReason.STOP, 0.0, ())
+    assert [u.delta for u in updates if u.segment == 1] == ["\u200b"]
+    assert alone.segments[0].hypotheses[0].score is None
 
 
 async def test_a_stream_joins_to_the_unary_answer():
