@@ -11,11 +11,15 @@ import asyncio
 import sys
 from pathlib import Path
 
+import sentencepiece
+
 from dragoman.client import AsyncClient
 from dragoman_export.verify import TIE_GAP, reference_logits
 from dragoman_training.checkpoint import LoadedCheckpoint, load_model
-from dragoman_training.data import encode_source, read_lines
+from dragoman_training.corpus import read_lines
+from dragoman_training.data import encode_source
 from dragoman_training.decode import greedy_all
+from dragoman_training.tokenizer import PlainTokenizer, Tokenizer
 
 
 async def served(target: str, texts: list[str]) -> list[tuple[str, ...]]:
@@ -28,6 +32,14 @@ async def served(target: str, texts: list[str]) -> list[tuple[str, ...]]:
                 return (await client.generate(text)).segments[0].hypotheses[0].tokens
 
         return list(await asyncio.gather(*map(one, texts)))
+
+
+def token_names(tokenizer: Tokenizer) -> list[str]:
+    """What a server calls the tokens, in the order of their ids."""
+    if isinstance(tokenizer, PlainTokenizer):
+        return list(tokenizer.tokens)
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.to_bytes())
+    return [pieces.id_to_piece(index) for index in range(len(tokenizer))]
 
 
 def gap(checkpoint: LoadedCheckpoint, text: str, actual: list[int], expected: list[int]) -> tuple[int, float]:
@@ -50,8 +62,8 @@ def main() -> int:
     texts = read_lines(args.source)
     answers = asyncio.run(served(args.target, texts))
     sources = [encode_source(checkpoint.source_tokenizer, text) for text in texts]
-    references = greedy_all(checkpoint.model, sources, checkpoint.max_target_tokens)
-    ids = {token: index for index, token in enumerate(checkpoint.target_tokenizer.tokens)}
+    references = greedy_all(checkpoint.model, sources, checkpoint.max_target_tokens, checkpoint.special)
+    ids = {token: index for index, token in enumerate(token_names(checkpoint.target_tokenizer))}
     ties = differences = 0
     for text, answer, reference in zip(texts, answers, references, strict=True):
         actual = [ids[token] for token in answer]

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dragoman_training.dropout import Dropout
+
 
 class AttentionOps(Protocol):
     """How attention is computed. ``lengths`` are true lengths, padding is on the right, every length is at least 1."""
@@ -61,19 +63,40 @@ def length_mask(lengths: Tensor, size: int) -> Tensor:
     return (torch.arange(size, device=lengths.device)[None, :] < lengths[:, None])[:, None, None, :]
 
 
+def dropped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: Dropout) -> Tensor:
+    """Attention with dropout on its weights. q: (B, H, T, Dh); k, v: (B, H, S, Dh); mask: to (B, H, T, S)."""
+    scores = (q @ k.transpose(2, 3)) * q.shape[-1] ** -0.5  # (B, H, T, S)
+    weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1)
+    dropped: Tensor = dropout(weights)
+    return dropped.to(v.dtype) @ v  # (B, H, T, Dh)
+
+
 class TorchAttention:
-    """The reference: PyTorch's ``scaled_dot_product_attention`` with boolean masks."""
+    """The reference: PyTorch's ``scaled_dot_product_attention`` with boolean masks.
+
+    While ``dropout`` is active, the attention weights are computed step by step instead: PyTorch's own function draws
+    from a generator that all threads share.
+    """
+
+    def __init__(self, dropout: Dropout | None = None) -> None:
+        self.dropout = dropout
 
     def encoder(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, lengths: Tensor) -> Tensor:
         return self.cross(q, split_heads(k, num_heads), split_heads(v, num_heads), num_heads, lengths)
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
         q, k, v = (split_heads(x, num_heads) for x in (q, k, v))  # 3 x (B, H, T, Dh)
+        if self.dropout is not None and self.dropout.active:
+            earlier = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()  # (T, T)
+            return merge_heads(dropped_attention(q, k, v, earlier, self.dropout))
         return merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
     def cross(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, lengths: Tensor) -> Tensor:
+        q = split_heads(q, num_heads)  # (B, H, T, Dh)
         mask = length_mask(lengths, k.shape[2])  # (B, 1, 1, S)
-        return merge_heads(F.scaled_dot_product_attention(split_heads(q, num_heads), k, v, attn_mask=mask))
+        if self.dropout is not None and self.dropout.active:
+            return merge_heads(dropped_attention(q, k, v, mask, self.dropout))
+        return merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
     def step_causal(
         self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, past_k: Tensor, past_v: Tensor, cached: Tensor

@@ -2,37 +2,46 @@
 
     RUN/config.json                   what the run is: see ``run_record``
     RUN/metrics.jsonl                 one JSON line a validation
+    RUN/tokenizers/                   the tokenizers, trained once
     RUN/checkpoints/step-NNNNNNNN/    config.json, model.safetensors, tokenizer files, training_state.pt, metrics.json
     RUN/best, RUN/last                relative links to checkpoints
 
 A checkpoint folder appears under its name complete or not at all (written aside, flushed to disk, renamed), whenever
 the process is killed. Nothing is unpickled: tensors are safetensors, the training state is read with ``weights_only``.
+model.safetensors holds what is validated and used: the moving average of the weights where the run keeps one, and then
+the training state holds the weights themselves.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from dragoman_training.config import ModelConfig, TrainConfig, padded_vocab_size
 from dragoman_training.errors import CheckpointError, TrainingError
+from dragoman_training.folders import WRITING_PREFIX, flush, written_aside
 from dragoman_training.model import Transformer
 from dragoman_training.tokenizer import SpecialIds, Tokenizer, file_names, load_tokenizer
 
+LOG = logging.getLogger(__name__)
 FORMAT = 1
-TEMPORARY_PREFIX = ".writing-"
+PAUSES_SECONDS = (1.0, 5.0)  # before the second and the third try of a failed write
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -50,19 +59,26 @@ class LoadedCheckpoint:
     record: dict[str, Any]  # the whole config.json
 
 
+def config_record(config: TrainConfig) -> dict[str, Any]:
+    """A configuration section by section. Data files go in by name, never by their place on a disk."""
+    record = json.loads(json.dumps(asdict(config)))  # lists for tuples, as it will be read back
+    for name in ("train_source", "train_target", "dev_source", "dev_target"):
+        record["data"][name] = Path(record["data"][name]).name
+    return dict(record)
+
+
 def run_record(
     model: ModelConfig,
     special: SpecialIds,
     tokenizers: tuple[Tokenizer, Tokenizer],
     config: TrainConfig,
-    data: Mapping[str, Mapping[str, object]],
+    data: Mapping[str, Any],
+    processes: int = 1,
 ) -> dict[str, Any]:
-    """The content of config.json. Data files go in by name, SHA-256 and line count, never by their place on a disk."""
+    """The content of config.json. ``data`` tells what the files hold; ``history`` gets what ``--resume`` changed."""
     files = file_names(*tokenizers)
-    training = asdict(config)
+    training = config_record(config)
     del training["model"]  # "model" has it, with the vocabulary sizes
-    for name in data:
-        training["data"][name] = Path(training["data"][name]).name
     return {
         "format": FORMAT,
         "model": asdict(model),
@@ -82,39 +98,44 @@ def run_record(
             "max_target_tokens": config.data.max_target_tokens,
         },
         "training": training,
-        "data": {name: dict(entry) for name, entry in data.items()},
+        "processes": processes,
+        "data": json.loads(json.dumps(data)),
+        "history": [],
         "tools": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
     }
 
 
-def changed_field(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str | None:
-    """The first field whose value differs, as ``section.name is 2, was 1``; None if all are equal. Tools may differ."""
+def changed_fields(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """The fields whose values differ, as ``section.name`` to the old and the new value (None where there is none)."""
+    changed: dict[str, tuple[Any, Any]] = {}
     for key in [*saved, *(key for key in now if key not in saved)]:
         old, new = saved.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            if key != "tools" and (found := changed_field(old, new, f"{prefix}{key}.")):
-                return found
+            changed |= changed_fields(old, new, f"{prefix}{key}.")
         elif old != new:
-            return f"{prefix}{key} is {new!r}, was {old!r}"
-    return None
+            changed[f"{prefix}{key}"] = (old, new)
+    return changed
+
+
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The settings in which two config.json differ, named as in a configuration file; files by ``data.NAME.sha256``."""
+    try:
+        (old, old_files), (new, new_files) = (
+            ({"model": r["model"], **r["training"], "processes": r["processes"]}, {"data": r["data"]})
+            for r in (saved, now)
+        )
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"config.json is incomplete: {error}") from error
+    return changed_fields(old, new) | changed_fields(old_files, new_files)
 
 
 def write_json(path: Path, content: object) -> None:
     """Replace a JSON file atomically."""
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+    temporary = path.with_name(f"{WRITING_PREFIX}{path.name}")
     temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     flush(temporary)
     temporary.replace(path)
     flush(path.parent)
-
-
-def flush(path: Path) -> None:
-    """Have the operating system put a file's or folder's content on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_json(path: Path) -> Any:
@@ -125,6 +146,54 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
+def append_metrics(path: Path, line: Mapping[str, Any]) -> None:
+    """Add a line to metrics.jsonl, whole or not at all."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    except OSError:
+        if path.exists():
+            os.truncate(path, size)
+        raise
+
+
+def truncate_metrics(path: Path, step: int) -> None:
+    """Keep the lines up to ``step``: a killed session may have written some, or half a one, of later steps."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            continue
+    temporary = path.with_name(f"{WRITING_PREFIX}{path.name}")
+    temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+def retried(write: Callable[[], Result], path: Path) -> Result:
+    """``write()``, tried again after a pause when the disk fails it; ``CheckpointError`` when it fails for good."""
+    for number, pause in enumerate((*PAUSES_SECONDS, None), 1):
+        try:
+            return write()
+        except OSError as error:
+            free = f"{path} could not be written ({error}), {free_space(path)} free"
+            if pause is None:
+                raise CheckpointError(f"{free}, in {number} tries: make room, then continue with --resume") from error
+            LOG.warning("%s: next try in %g s", free, pause)
+            time.sleep(pause)
+    raise AssertionError("the last try returns or raises")
+
+
+def free_space(path: Path) -> str:
+    """The free space of the disk that holds a path, for a person."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB"
+
+
 def checkpoint_folders(run: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     return sorted((run / "checkpoints").glob("step-*"))
@@ -133,7 +202,7 @@ def checkpoint_folders(run: Path) -> list[Path]:
 def save_checkpoint(
     run: Path,
     step: int,
-    model: Transformer,
+    weights: Mapping[str, Tensor],
     tokenizers: tuple[Tokenizer, Tokenizer],
     record: Mapping[str, Any],
     state: Mapping[str, Any],
@@ -141,35 +210,44 @@ def save_checkpoint(
 ) -> Path:
     """Write ``RUN/checkpoints/step-NNNNNNNN`` atomically and return it; an existing one of that step stays as it is.
 
-    Refuses weights that are not finite.
+    Refuses weights that are not finite. Raises ``OSError`` when the disk fails.
     """
-    parent = run / "checkpoints"
-    folder = parent / f"step-{step:08d}"
-    if folder.exists():
-        return folder
-    weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}  # a tied weight once
-    for name, weight in weights.items():
-        if not bool(torch.isfinite(weight).all()):
-            raise TrainingError(f"weight {name} is not finite at step {step}: not saved; lower the learning rate")
-    temporary = parent / f"{TEMPORARY_PREFIX}{folder.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    write_json(temporary / "config.json", record)
-    write_json(temporary / "metrics.json", metrics)
-    safetensors.torch.save_file(weights, temporary / "model.safetensors")
-    for name, tokenizer in zip(file_names(*tokenizers).values(), tokenizers, strict=True):
-        (temporary / name).write_bytes(tokenizer.to_bytes())
-    torch.save(dict(state), temporary / "training_state.pt")
-    for path in [*temporary.iterdir(), temporary]:
-        flush(path)
-    temporary.rename(folder)
-    flush(parent)
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    if not folder.exists():
+        raw: Mapping[str, Tensor] = state.get("weights", {})
+        for name, weight in [*weights.items(), *raw.items()]:
+            if not bool(torch.isfinite(weight).all()):
+                raise TrainingError(f"weight {name} is not finite at step {step}: not saved; lower the learning rate")
+        write_checkpoint(folder, weights, tokenizers, record, metrics, state)
     return folder
+
+
+def write_checkpoint(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    tokenizers: tuple[Tokenizer, Tokenizer],
+    record: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    state: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint folder, which appears complete or not at all. Without ``state`` it cannot be trained on."""
+    whole = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    with written_aside(folder) as aside:
+        write_json(aside / "config.json", record)
+        write_json(aside / "metrics.json", metrics)
+        for name, tokenizer in zip(file_names(*tokenizers).values(), tokenizers, strict=True):
+            (aside / name).write_bytes(tokenizer.to_bytes())
+        try:
+            safetensors.torch.save_file(whole, aside / "model.safetensors")
+            if state is not None:
+                torch.save(dict(state), aside / "training_state.pt")
+        except (RuntimeError, safetensors.SafetensorError) as error:  # what the libraries make of an OSError
+            raise OSError(str(error)) from error
 
 
 def point(link: Path, folder: Path) -> None:
     """Make ``link`` a relative link to ``folder``, replacing an older one atomically."""
-    temporary = link.with_name(f"{TEMPORARY_PREFIX}{link.name}")
+    temporary = link.with_name(f"{WRITING_PREFIX}{link.name}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(folder.relative_to(link.parent))
     temporary.replace(link)
@@ -181,16 +259,25 @@ def prune(run: Path, keep: int, best_step: int | None) -> None:
     for folder in checkpoint_folders(run)[:-keep]:
         if folder.name != best:
             shutil.rmtree(folder)
-    for leftover in (run / "checkpoints").glob(f"{TEMPORARY_PREFIX}*"):
+    for leftover in (run / "checkpoints").glob(f"{WRITING_PREFIX}*"):
         shutil.rmtree(leftover)
 
 
 def load_weights(model: Transformer, path: Path) -> None:
     """Fill a model with saved weights; names and shapes must be the model's own."""
+    fill_weights(model, read_weights(path), path)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a model.safetensors by name."""
     try:
-        weights = safetensors.torch.load_file(path)
+        return safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def fill_weights(model: Transformer, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Copy weights, which were read from ``path``, into a model; names and shapes must be the model's own."""
     parameters = dict(model.named_parameters())
     for name in sorted(weights.keys() ^ parameters.keys()):
         raise CheckpointError(f"{path} does not fit its config.json: weight {name} is on one side only")
@@ -206,7 +293,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     """The training state of a checkpoint (tensors and plain values only)."""
     path = folder / "training_state.pt"
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises many kinds for a damaged file
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return state

@@ -25,6 +25,17 @@ DEVICES = ("auto", "cpu", "cuda")
 METRICS = ("loss", "exact_match", "bleu", "chrf")
 BLEU_TOKENIZERS = ("13a", "none", "intl", "char", "zh")
 VOCABULARY_MULTIPLE = 8  # sizes of embeddings are rounded up to it: matrix products like even sizes
+LEAST_WITH_BYTES = 264  # four specials, 256 bytes, at least one piece; a multiple of 8
+# Far beyond what this package is for: a slip of the pen is refused before it fills the memory.
+MOST_WIDTH = 16_384
+MOST_LAYERS = 256
+MOST_VOCABULARY = 1_000_000
+MOST_TEXT_TOKENS = 16_384  # attention grows with the square
+MOST_BATCH_TOKENS = 10_000_000
+MOST_WORKERS = 256
+MOST_STEPS = 1_000_000_000
+MOST_RATE = 1_000.0
+MOST_SEED = 2**31 - 1
 
 
 def require(valid: bool, key: str, value: object, remedy: str) -> None:
@@ -38,11 +49,11 @@ def require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
     require(value in choices, key, value, f"choose one of {', '.join(choices)}")
 
 
-def require_positive(section: str, config: object, *names: str) -> None:
-    """Raise ``ConfigError`` unless every named field is a finite number above 0."""
+def require_positive(section: str, config: object, *names: str, most: float = MOST_STEPS) -> None:
+    """Raise ``ConfigError`` unless every named field is a number above 0 and at most ``most``."""
     for name in names:
         value = getattr(config, name)
-        require(math.isfinite(value) and value > 0, f"{section}.{name}", value, "it must be above 0")
+        require(0 < value <= most, f"{section}.{name}", value, f"it must be above 0 and at most {most}")
 
 
 def require_share(key: str, value: float) -> None:
@@ -77,7 +88,8 @@ class ModelShape:
     position_base: float = 10000.0  # the longest wavelength of the positions / 2 pi: fit it to the texts' length
 
     def __post_init__(self) -> None:
-        require_positive("model", self, "d_model", "num_heads", "ffn_dim", "encoder_layers", "decoder_layers")
+        require_positive("model", self, "d_model", "num_heads", "ffn_dim", most=MOST_WIDTH)
+        require_positive("model", self, "encoder_layers", "decoder_layers", most=MOST_LAYERS)
         for name in ("dropout", "attention_dropout", "activation_dropout"):
             require_share(f"model.{name}", getattr(self, name))
         require_choice("model.activation", self.activation, ACTIVATIONS)
@@ -112,7 +124,7 @@ class ModelConfig(ModelShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("model", self, "source_vocab_size", "target_vocab_size")
+        require_positive("model", self, "source_vocab_size", "target_vocab_size", most=MOST_VOCABULARY)
         if self.tied_embeddings == "all":
             sizes = f"source and target vocabulary sizes {self.source_vocab_size} and {self.target_vocab_size} differ"
             require(
@@ -141,14 +153,17 @@ class DataConfig:
     length_spread: float = 0.0  # tokens by which lengths of one batch may differ: padding buys more varied batches
 
     def __post_init__(self) -> None:
-        require_positive("data", self, "max_source_tokens", "max_target_tokens", "batch_tokens")
+        for name in ("train_source", "train_target", "dev_source", "dev_target"):
+            require(getattr(self, name) != "", f"data.{name}", "", "it must name a file")
+        require_positive("data", self, "max_source_tokens", "max_target_tokens", most=MOST_TEXT_TOKENS)
+        require_positive("data", self, "batch_tokens", most=MOST_BATCH_TOKENS)
         spread = self.length_spread
         require(math.isfinite(spread) and spread >= 0, "data.length_spread", spread, "it must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Kind ``unigram`` or ``bpe``: SentencePiece models trained on the training text. Kind ``plain``: units as they are.
+    """Kind ``unigram`` or ``bpe``: SentencePiece models of the training text. Kind ``plain``: units as they are.
 
     A setting of the other kind is refused. ``joint`` means one vocabulary, learned from both sides.
     """
@@ -177,8 +192,15 @@ class TokenizerConfig:
         if plain:
             return
         size = self.vocab_size
-        multiple = size is not None and size > 0 and size % VOCABULARY_MULTIPLE == 0
-        require(multiple, "tokenizer.vocab_size", size, f"it must be a multiple of {VOCABULARY_MULTIPLE}")
+        least = LEAST_WITH_BYTES if self.byte_fallback else VOCABULARY_MULTIPLE
+        fits = size is not None and least <= size <= MOST_VOCABULARY and size % VOCABULARY_MULTIPLE == 0
+        remedy = f"it must be a multiple of {VOCABULARY_MULTIPLE} from {least}"
+        if self.byte_fallback:
+            remedy += " (byte_fallback takes 256 of them)"
+        require(fits, "tokenizer.vocab_size", size, f"{remedy} to {MOST_VOCABULARY}")
+        symbols = self.user_defined_symbols
+        distinct = len(set(symbols)) == len(symbols) and "" not in symbols
+        require(distinct, "tokenizer.user_defined_symbols", list(symbols), "each must be there once, and none be empty")
         require_choice("tokenizer.normalization", self.normalization, NORMALIZATIONS)
         coverage = self.character_coverage
         require(0 < coverage <= 1, "tokenizer.character_coverage", coverage, "it must be above 0 and at most 1")
@@ -206,7 +228,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require_choice("optimizer.kind", self.kind, OPTIMIZERS)
-        require_positive("optimizer", self, "learning_rate", "matrix_rate", "epsilon", "max_gradient_norm")
+        require_positive("optimizer", self, "learning_rate", "matrix_rate", "epsilon", most=MOST_RATE)
+        require_positive("optimizer", self, "max_gradient_norm")
         for name in ("beta1", "beta2", "momentum", "label_smoothing", "ema_decay"):
             require_share(f"optimizer.{name}", getattr(self, name))
         decay = self.weight_decay
@@ -217,7 +240,7 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Linear warm-up, then the decay of ``kind``, then a linear cool-down to 0 over the last steps.
 
-    ``cosine`` itself falls to 0 at the last step and takes no cool-down. ``undropped_steps`` are the last ones, in which
+    ``cosine`` falls to 0 at the last step by itself and takes no cool-down. In the last ``undropped_steps`` steps
     dropout is off: a model too small to overfit fits better so.
     """
 
@@ -271,8 +294,9 @@ class LoopConfig:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        require_positive("loop", self, "validate_every", "workers", "accumulate", "keep_checkpoints")
-        require(self.seed >= 0, "loop.seed", self.seed, "it must be at least 0")
+        require_positive("loop", self, "validate_every", "accumulate", "keep_checkpoints")
+        require_positive("loop", self, "workers", most=MOST_WORKERS)
+        require(0 <= self.seed <= MOST_SEED, "loop.seed", self.seed, f"it must be from 0 to {MOST_SEED}")
         require(self.patience >= 0, "loop.patience", self.patience, "it must be at least 0 (0: never stop early)")
         require_choice("loop.metric", self.metric, METRICS)
         require_choice("loop.bleu_tokenizer", self.bleu_tokenizer, BLEU_TOKENIZERS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import NoneType
@@ -47,15 +47,38 @@ def read_value(hint: Any, value: Any, key: str) -> Any:
         return tuple(read_value(get_args(hint)[0], item, f"{key}[{index}]") for index, item in enumerate(value))
     # `type() is` and not isinstance: true is an int in Python, but no number in a configuration
     expected = get_args(hint) or (hint,)
-    names = " or ".join(t.__name__ for t in expected if t is not NoneType)
+    names = " or ".join("bool (true or false)" if t is bool else t.__name__ for t in expected if t is not NoneType)
     require(type(value) in expected, key, value, f"it must be of type {names}, not {type(value).__name__}")
     return value
 
 
-def parse_config(text: str, name: str) -> TrainConfig:
-    """Read a configuration from TOML text; ``name`` is how messages call it."""
+def set_value(table: dict[str, Any], assignment: str) -> None:
+    """Put ``section.key=value`` into a table as read from TOML. Where the key takes text, the value needs no quotes."""
+    key, equals, text = assignment.partition("=")
+    section, dot, name = key.partition(".")
+    require(bool(equals and dot), "--set", assignment, "write section.key=value")
+    sections = get_type_hints(TrainConfig)
+    require(section in sections, f"key {key}", text, f"unknown; known sections: {', '.join(sections)}")
+    hints = get_type_hints(sections[section])
+    require(name in hints, f"key {key}", text, f"unknown; known here: {', '.join(hints)}")
     try:
-        return read_section(TrainConfig, tomllib.loads(text))
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    hint = hints[name]
+    takes_text = get_origin(hint) is not tuple and str in (get_args(hint) or (hint,))
+    values = table.setdefault(section, {})
+    require(isinstance(values, dict), section, values, f"it must be a table: write [{section}]")
+    values[name] = text if takes_text and not isinstance(value, str) else value
+
+
+def parse_config(text: str, name: str, assignments: Sequence[str] = ()) -> TrainConfig:
+    """Read a configuration from TOML text and ``section.key=value`` texts, which win; ``name`` is for messages."""
+    try:
+        table = tomllib.loads(text)
+        for assignment in assignments:
+            set_value(table, assignment)
+        return read_section(TrainConfig, table)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name} is no valid TOML: {error}") from error
     except ConfigError as error:
@@ -68,15 +91,25 @@ def preset_names() -> list[str]:
     return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
-def load_config(path_or_preset: str) -> TrainConfig:
-    """Read a TOML file, or a preset by its name (a file of that name wins)."""
+def preset_text(name: str) -> str:
+    """The TOML text of a preset."""
+    preset = resources.files("dragoman_training") / "presets" / f"{name}.toml"
+    return preset.read_text(encoding="utf-8")
+
+
+def preset_summary(name: str) -> str:
+    """What the comment on a preset's first line says."""
+    return preset_text(name).splitlines()[0].lstrip("# ")
+
+
+def load_config(path_or_preset: str, assignments: Sequence[str] = ()) -> TrainConfig:
+    """Read a TOML file, or a preset by its name (a file of that name wins); ``section.key=value`` texts win over it."""
     path = Path(path_or_preset)
     if path.is_file():
         try:
-            return parse_config(path.read_text(encoding="utf-8"), str(path))
+            return parse_config(path.read_text(encoding="utf-8"), str(path), assignments)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
     if path_or_preset in preset_names():
-        preset = resources.files("dragoman_training") / "presets" / f"{path_or_preset}.toml"
-        return parse_config(preset.read_text(encoding="utf-8"), f"preset {path_or_preset}")
+        return parse_config(preset_text(path_or_preset), f"preset {path_or_preset}", assignments)
     raise ConfigError(f"no file and no preset {path_or_preset!r}: presets are {', '.join(preset_names())}")

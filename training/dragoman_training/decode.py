@@ -11,6 +11,9 @@ Deliberate differences: ``<unk>`` is never produced (there an option, ``disable_
 ``</s>`` may come first (there ``min_decoding_length`` is 1 by default); greedy returns the plain sum of
 log-probabilities (there it is divided by the length as in beam search).
 
+Many sources are decoded together for speed: each follows its own search, and what it finds is what it would find alone,
+but for the rounding of products of another size.
+
 What is not here: prefixes, sampling, coverage, penalties, patience other than 1.
 """
 
@@ -21,11 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dragoman_training.data import pad
 from dragoman_training.model import KeyValue, Transformer
 from dragoman_training.tokenizer import SPECIAL_IDS, SpecialIds
+
+FIRST_CAPACITY = 16  # of the self-attention caches, which double when full: a step costs what is cached, not the limit
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Candidate:
     """A continuation of one beam by one token."""
 
     total: float
-    origin: int  # the row it continues
+    origin: int  # the beam it continues
     tokens: list[int]
     log_probs: list[float]
 
@@ -77,9 +83,27 @@ def empty_caches(model: Transformer, rows: int, capacity: int, memory: list[KeyV
     return [KeyValue(layer.key.new_zeros(shape), layer.key.new_zeros(shape)) for layer in memory]
 
 
+def with_room(caches: list[KeyValue], position: int) -> list[KeyValue]:
+    """The self-attention caches with a place for ``position``: twice as long if they are full."""
+    capacity = caches[0].key.shape[2]
+    if position < capacity:
+        return caches
+    return [KeyValue(*(F.pad(half, (0, 0, 0, capacity)) for half in layer)) for layer in caches]
+
+
 def take_rows(caches: list[KeyValue], rows: Tensor) -> list[KeyValue]:
     """The given rows of all caches, copied: rows may repeat."""
     return [KeyValue(layer.key[rows], layer.value[rows]) for layer in caches]
+
+
+def encode_sources(
+    model: Transformer, sources: Sequence[Sequence[int]], special: SpecialIds
+) -> tuple[Tensor, list[KeyValue], list[KeyValue]]:
+    """Lengths (R,), cross-attention keys and values, and empty self-attention caches of sources closed by ``</s>``."""
+    device = next(model.parameters()).device
+    lengths = torch.tensor([len(source) for source in sources], dtype=torch.int32, device=device)
+    memory = model.keys_values(model.encode(pad(sources, special.pad).to(device), lengths))
+    return lengths, memory, empty_caches(model, len(sources), FIRST_CAPACITY, memory)
 
 
 @torch.inference_mode()
@@ -90,17 +114,15 @@ def greedy(
 
     Ties go to the lowest id. The model must be in evaluation mode.
     """
-    lengths = torch.tensor([len(source) for source in sources], dtype=torch.int32)  # (R,)
-    memory = model.keys_values(model.encode(pad(sources, special.pad), lengths))
-    past = empty_caches(model, len(sources), max_new_tokens, memory)
-    tokens = torch.full((len(sources),), special.decoder_start)  # (R,)
+    lengths, memory, past = encode_sources(model, sources, special)
+    tokens = torch.full((len(sources),), special.decoder_start, device=lengths.device)  # (R,)
     alive = list(range(len(sources)))
     produced: list[list[int]] = [[] for _ in sources]
     log_probs: list[list[float]] = [[] for _ in sources]
     stopped = [False] * len(sources)
     for step in range(max_new_tokens):
-        cached = torch.full((len(alive),), step, dtype=torch.int32)
-        logits, past = model.step(tokens, cached, past, memory, lengths)  # (R, V)
+        cached = torch.full_like(lengths, step)  # (R,)
+        logits, past = model.step(tokens, cached, with_room(past, step), memory, lengths)  # (R, V)
         scores, tokens = allowed_log_probs(logits, special).max(dim=-1)
         going = []
         for row, (index, token, score) in enumerate(zip(alive, tokens.tolist(), scores.tolist(), strict=True)):
@@ -113,7 +135,7 @@ def greedy(
         if not going:
             break
         if len(going) < len(alive):
-            keep = torch.tensor(going)
+            keep = torch.tensor(going, device=lengths.device)
             alive = [alive[row] for row in going]
             tokens, lengths = tokens[keep], lengths[keep]
             memory, past = take_rows(memory, keep), take_rows(past, keep)
@@ -131,29 +153,48 @@ def greedy_all(
     batch_rows: int = 256,
 ) -> list[Hypothesis]:
     """Greedy output of any number of sources, in their order; those of near-equal length are decoded together."""
-    order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     results: dict[int, Hypothesis] = {}
-    for start in range(0, len(order), batch_rows):
-        chosen = order[start : start + batch_rows]
+    for chosen in near_equal(sources, batch_rows):
         results.update(zip(chosen, greedy(model, [sources[i] for i in chosen], max_new_tokens, special), strict=True))
     return [results[i] for i in range(len(sources))]
 
 
-def best_continuations(beams: list[Candidate], log_probs: Tensor, count: int) -> list[Candidate]:
-    """The ``count`` best of all beams x vocabulary, best first; ties go to the earlier beam, then the lower id.
+def near_equal(sources: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Indices of the sources by rising length, in groups of ``count``."""
+    order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+    return [order[start : start + count] for start in range(0, len(order), count)]
 
-    log_probs: (R, V) of the next token. Impossible continuations (-inf) are left out, so there may be fewer.
+
+def most_probable(log_probs: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:
+    """The ``count`` largest of each row and their ids, in no order; of equal ones those with the lower id. (R, V)."""
+    values, ids = log_probs.topk(min(count + 1, log_probs.shape[1]))
+    if values.shape[1] > count:
+        # topk does not promise which of equal values it takes: where the last one taken has an equal, sort.
+        tied = (values[:, count - 1] == values[:, count]) & (values[:, count] > -math.inf)
+        for row in tied.nonzero().flatten().tolist():
+            ordered, order = torch.sort(log_probs[row], descending=True, stable=True)
+            values[row], ids[row] = ordered[: count + 1], order[: count + 1]
+    return values[:, :count].tolist(), ids[:, :count].tolist()
+
+
+def best_continuations(
+    beams: Sequence[Candidate], log_probs: Sequence[Sequence[float]], ids: Sequence[Sequence[int]], count: int
+) -> list[Candidate]:
+    """The ``count`` best of all continuations, best first; ties go to the earlier beam, then the lower id.
+
+    ``log_probs`` and ``ids`` are the ``count`` most probable next tokens of each beam. Impossible ones (-inf) are left
+    out, so there may be fewer.
     """
-    totals = torch.tensor([beam.total for beam in beams], dtype=torch.float64)[:, None] + log_probs.double()  # (R, V)
-    values, indices = torch.sort(totals.flatten(), descending=True, stable=True)
-    result = []
-    for total, index in zip(values[:count].tolist(), indices[:count].tolist(), strict=True):
-        origin, token = divmod(index, log_probs.shape[1])
-        if total > -math.inf:
-            step = float(log_probs[origin, token])
-            beam = beams[origin]
-            result.append(Candidate(total, origin, [*beam.tokens, token], [*beam.log_probs, step]))
-    return result
+    ranked = sorted(
+        (-(beam.total + log_prob), origin, token, log_prob)
+        for origin, beam in enumerate(beams)
+        for log_prob, token in zip(log_probs[origin], ids[origin], strict=True)
+        if log_prob > -math.inf
+    )
+    return [
+        Candidate(-cost, origin, [*beams[origin].tokens, token], [*beams[origin].log_probs, log_prob])
+        for cost, origin, token, log_prob in ranked[:count]
+    ]
 
 
 def finish(candidate: Candidate, length_penalty: float, eos: int) -> Hypothesis:
@@ -164,43 +205,99 @@ def finish(candidate: Candidate, length_penalty: float, eos: int) -> Hypothesis:
     return Hypothesis(candidate.tokens, candidate.log_probs, score, "length")
 
 
-@torch.inference_mode()
-def beam_search(
-    model: Transformer, source: Sequence[int], options: BeamOptions, special: SpecialIds = SPECIAL_IDS
-) -> list[Hypothesis]:
-    """The best ``num_hypotheses`` that a beam finds for one source closed by ``</s>``, best first.
+class Search:
+    """The beam search of one source: which beams live, what is finished. It knows no tensors.
 
     Each step ranks the 2 x ``beam_size`` best continuations. Of the first ``beam_size``, those that end with ``</s>``
     are finished, and their places go to the next continuations that do not end; endings of lower rank are dropped. In
     the last step, all of the first ``beam_size`` are finished. The search stops when ``beam_size`` hypotheses are
     finished; without length penalty already when one that was ranked first, and ``num_hypotheses`` in all, are.
     """
-    memory = model.keys_values(model.encode(torch.tensor([list(source)]), torch.tensor([len(source)]).int()))
-    past = empty_caches(model, 1, options.max_new_tokens, memory)
-    beams = [Candidate(0.0, 0, [], [])]
-    finished: list[Hypothesis] = []
-    first_finished = False
-    for step in range(options.max_new_tokens):
-        rows = len(beams)
-        tokens = torch.tensor([beam.tokens[-1] if beam.tokens else special.decoder_start for beam in beams])  # (R,)
-        cached, lengths = (torch.full((rows,), n, dtype=torch.int32) for n in (step, len(source)))
-        logits, past = model.step(tokens, cached, past, take_rows(memory, torch.zeros(rows).long()), lengths)
-        ranked = best_continuations(beams, allowed_log_probs(logits, special), 2 * options.beam_size)
-        last = step + 1 == options.max_new_tokens
-        spare = iter([c for c in ranked[options.beam_size :] if c.tokens[-1] != special.eos])
-        beams = []
+
+    def __init__(self, options: BeamOptions, eos: int) -> None:
+        self.options, self.eos = options, eos
+        self.beams = [Candidate(0.0, 0, [], [])]
+        self.finished: list[Hypothesis] = []
+        self.first_finished = False
+
+    def advance(self, ranked: Sequence[Candidate], last: bool) -> None:
+        """Take the ranked continuations of one step; no beam is left when the search has stopped."""
+        options = self.options
+        spare = iter([c for c in ranked[options.beam_size :] if c.tokens[-1] != self.eos])
+        self.beams = []
         for rank, candidate in enumerate(ranked[: options.beam_size]):
-            if last or candidate.tokens[-1] == special.eos:
-                finished.append(finish(candidate, options.length_penalty, special.eos))
-                first_finished = first_finished or rank == 0
-                beams.extend(c for c in [next(spare, None)] if c is not None)
+            if last or candidate.tokens[-1] == self.eos:
+                self.finished.append(finish(candidate, options.length_penalty, self.eos))
+                self.first_finished = self.first_finished or rank == 0
+                self.beams.extend(c for c in [next(spare, None)] if c is not None)
             else:
-                beams.append(candidate)
-        enough = len(finished) >= options.beam_size
+                self.beams.append(candidate)
+        enough = len(self.finished) >= options.beam_size
         if options.length_penalty == 0:
-            enough = first_finished and len(finished) >= options.num_hypotheses
-        if last or enough or not beams:
+            enough = self.first_finished and len(self.finished) >= options.num_hypotheses
+        if last or enough:
+            self.beams = []
+
+    def best(self) -> list[Hypothesis]:
+        """The best ``num_hypotheses`` finished, best first."""
+        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
+        return self.finished[: self.options.num_hypotheses]
+
+
+def beam_search(
+    model: Transformer, source: Sequence[int], options: BeamOptions, special: SpecialIds = SPECIAL_IDS
+) -> list[Hypothesis]:
+    """The best ``num_hypotheses`` that a beam finds for one source closed by ``</s>``, best first. See ``Search``."""
+    return beam_search_together(model, [source], options, special)[0]
+
+
+@torch.inference_mode()
+def beam_search_together(
+    model: Transformer, sources: Sequence[Sequence[int]], options: BeamOptions, special: SpecialIds = SPECIAL_IDS
+) -> list[list[Hypothesis]]:
+    """``beam_search`` of several sources in one batch: a row for each beam, those of one source side by side.
+
+    The model must be in evaluation mode.
+    """
+    lengths, memory, past = encode_sources(model, sources, special)
+    searches = [Search(options, special.eos) for _ in sources]
+    owners = list(range(len(sources)))  # the source of each row
+    count = 2 * options.beam_size
+    for step in range(options.max_new_tokens):
+        alive = [search for search in searches if search.beams]
+        read = [beam.tokens[-1] if beam.tokens else special.decoder_start for search in alive for beam in search.beams]
+        tokens, cached = torch.tensor(read, device=lengths.device), torch.full_like(lengths, step)  # 2 x (R,)
+        logits, past = model.step(tokens, cached, with_room(past, step), memory, lengths)  # (R, V)
+        log_probs, ids = most_probable(allowed_log_probs(logits, special), count)
+        first, origins = 0, []
+        for search in alive:
+            end = first + len(search.beams)
+            ranked = best_continuations(search.beams, log_probs[first:end], ids[first:end], count)
+            search.advance(ranked, last=step + 1 == options.max_new_tokens)
+            origins += [first + beam.origin for beam in search.beams]
+            first = end
+        if not origins:
             break
-        past = take_rows(past, torch.tensor([beam.origin for beam in beams]))
-    finished.sort(key=lambda hypothesis: -hypothesis.score)
-    return finished[: options.num_hypotheses]
+        next_owners = [owners[row] for row in origins]
+        rows = torch.tensor(origins, device=lengths.device)  # (R of the next step,)
+        if origins != list(range(first)):
+            past = take_rows(past, rows)
+        if next_owners != owners:
+            memory, lengths = take_rows(memory, rows), lengths[rows]
+        owners = next_owners
+    return [search.best() for search in searches]
+
+
+def beam_search_all(
+    model: Transformer,
+    sources: Sequence[Sequence[int]],
+    options: BeamOptions,
+    special: SpecialIds = SPECIAL_IDS,
+    batch_rows: int = 256,
+) -> list[list[Hypothesis]]:
+    """``beam_search`` of any number of sources, in their order; those of near-equal length are searched together."""
+    results: dict[int, list[Hypothesis]] = {}
+    for chosen in near_equal(sources, max(1, batch_rows // options.beam_size)):
+        found = beam_search_together(model, [sources[i] for i in chosen], options, special)
+        results.update(zip(chosen, found, strict=True))
+    return [results[i] for i in range(len(sources))]

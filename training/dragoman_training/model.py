@@ -52,7 +52,8 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.d_model, config.d_model)
         self.value = nn.Linear(config.d_model, config.d_model)
         self.output = nn.Linear(config.d_model, config.d_model)
-        self.ops: AttentionOps = TorchAttention()
+        self.dropout = Dropout(config.attention_dropout)
+        self.ops: AttentionOps = TorchAttention(self.dropout)
 
     def encoder(self, x: Tensor, lengths: Tensor) -> Tensor:
         out = self.ops.encoder(self.query(x), self.key(x), self.value(x), self.num_heads, lengths)
@@ -82,16 +83,17 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with an activation between: (B, T, D) to (B, T, D)."""
+    """Two linear layers with an activation (and its dropout) between: (B, T, D) to (B, T, D)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.inner = nn.Linear(config.d_model, config.ffn_dim)
         self.outer = nn.Linear(config.ffn_dim, config.d_model)
         self.activation = ACTIVATIONS[config.activation]
+        self.dropout = Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.outer(self.activation(self.inner(x))))
+        return cast(Tensor, self.outer(self.dropout(self.activation(self.inner(x)))))
 
 
 class Residual(nn.Module):

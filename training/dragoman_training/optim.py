@@ -1,4 +1,4 @@
-"""Loss, optimizer groups and learning-rate schedule."""
+"""Optimizer groups and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -6,31 +6,24 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dragoman_training.config import OptimizerConfig, ScheduleConfig
 from dragoman_training.muon import MuonWithAdamW
 
 
-def smoothed_loss(logits: Tensor, labels: Tensor, pad: int, smoothing: float) -> tuple[Tensor, int]:
-    """The label-smoothed cross-entropy (Szegedy et al. 2016), summed over real tokens, and their number.
-
-    logits: (B, T, V); labels: (B, T), ``pad`` where there is no token. No real token gives exactly (0, 0), with zero
-    gradients: divide by ``max(number, 1)``.
-    """
-    flat = labels.reshape(-1)
-    total = F.cross_entropy(
-        logits.reshape(len(flat), -1), flat, ignore_index=pad, label_smoothing=smoothing, reduction="sum"
-    )
-    return total, int((flat != pad).sum())
-
-
 def learning_rate(step: int, peak: float, schedule: ScheduleConfig) -> float:
-    """The rate of a step counted from 1: linear warm-up to ``peak``, then peak * sqrt(warm-up / step).
+    """The rate of a step counted from 1: linear warm-up to ``peak``, then the decay of ``schedule.kind``.
 
-    Over the last ``cooldown_steps`` the rate falls in a straight line from where it stood, to reach 0 after the last.
+    ``inverse_sqrt``: peak * sqrt(warm-up / step) (Vaswani et al. 2017); over the last ``cooldown_steps`` the rate falls
+    in a straight line from where it stood, to reach 0 after the last. ``cosine``: half a cosine (Loshchilov and Hutter
+    2017), which reaches 0 at the last step.
     """
+    if schedule.kind == "cosine":
+        if step <= schedule.warmup_steps:
+            return peak * step / schedule.warmup_steps
+        progress = (step - schedule.warmup_steps) / (schedule.steps - schedule.warmup_steps)
+        return peak * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
     cooldown_start = schedule.steps - schedule.cooldown_steps
     base = min(step, cooldown_start) if schedule.cooldown_steps else step
     base = max(base, 1)
@@ -40,10 +33,10 @@ def learning_rate(step: int, peak: float, schedule: ScheduleConfig) -> float:
     return rate
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Two groups: matrices of linear layers, which decay, and biases, norms and embeddings, which do not.
 
-    AdamW for both, or Muon for the matrices.
+    AdamW for both, or Muon for the matrices, or SGD with momentum for both (whose decay is part of the gradient).
 
     An embedding tied to a projection counts as an embedding. The order of parameters, and with it the saved state,
     follows the model's definition.
@@ -55,6 +48,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
         matrix = parameter.ndim > 1 and id(parameter) not in embeddings
         (decayed if matrix else kept).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    if config.kind == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
     options: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": (config.beta1, config.beta2),

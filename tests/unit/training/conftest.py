@@ -63,6 +63,27 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def toy_with_everything(toy: Path) -> Path:
+    """The same with all that is random or has a memory: BPE dropout, dropout, accumulation, a moving average."""
+    plain = 'kind = "plain"\nsource_unit = "character"\ntarget_unit = "piece"'
+    pieces = 'kind = "bpe"\nvocab_size = 24\nbyte_fallback = false\nsampling = 0.3'
+    changes = {
+        plain: pieces,
+        "[model]": '[model]\ntied_embeddings = "all"\nattention_dropout = 0.1\nactivation_dropout = 0.1',
+        "[optimizer]": "[optimizer]\nema_decay = 0.9",
+        "[loop]": "[loop]\naccumulate = 2",
+        "max_source_tokens = 8": "max_source_tokens = 16",
+        "max_target_tokens = 8": "max_target_tokens = 16",
+    }
+    text = (toy / "toy.toml").read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    (toy / "toy.toml").write_text(text)
+    return toy
+
+
+@pytest.fixture
 def make_model() -> Callable[..., Transformer]:
     """Make an untrained toy model in evaluation mode; keywords change its configuration."""
 

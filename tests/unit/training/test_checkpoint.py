@@ -1,13 +1,18 @@
 """Checkpoint folders: complete or absent, and refused when they do not fit together."""
 
 import json
-from collections.abc import Callable
+import logging
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
-from dragoman_training import checkpoint
+from dragoman_training import checkpoint, folders
 from dragoman_training.configfile import load_config
 from dragoman_training.errors import CheckpointError
 from dragoman_training.train import Trainer
@@ -18,8 +23,12 @@ def trainer(toy: Path) -> Trainer:
     """A trainer with a started run and one step done."""
     trainer = Trainer(load_config("toy.toml"), toy / "run")
     trainer.start()
-    trainer.step([trainer.train_data.pairs[:4]])
+    step(trainer, 0)
     return trainer
+
+
+def step(trainer: Trainer, first: int) -> None:
+    trainer.step([[trainer.datasets.train[n] for n in range(first, first + 4)]])
 
 
 def test_a_checkpoint_loads_as_it_was_saved(trainer: Trainer) -> None:
@@ -30,29 +39,111 @@ def test_a_checkpoint_loads_as_it_was_saved(trainer: Trainer) -> None:
     assert loaded.folder.name == "step-00000001"
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(parameter, loaded.model.get_parameter(name))
-    assert loaded.source_tokenizer.tokens == trainer.tokenizers[0].tokens
+    assert loaded.source_tokenizer.to_bytes() == trainer.tokenizers[0].to_bytes()
     assert (loaded.max_source_tokens, loaded.max_target_tokens) == (8, 8)
     assert not loaded.model.training
 
 
-@pytest.mark.parametrize("broken", ["safetensors.torch.save_file", "torch.save"])
-def test_a_failed_write_leaves_no_checkpoint(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """A disk that fills up in the middle: the older checkpoint stays whole, the newer does not appear."""
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between tries, which no test waits for."""
+    seen: list[float] = []
+    monkeypatch.setattr("dragoman_training.checkpoint.time.sleep", seen.append)
+    return seen
+
+
+@contextmanager
+def small_files_only(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond ``size`` bytes: a real write error in the middle of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_fails_for_good_leaves_the_last_checkpoint(
+    trainer: Trainer, pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three tries with growing pauses and warnings that name path and free space; then the run ends."""
     trainer.save({})
     before = (trainer.run / "last").readlink()
-    trainer.step([trainer.train_data.pairs[4:8]])
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(broken, full)
-        with pytest.raises(OSError, match="No space"):
-            trainer.save({})
+    step(trainer, 4)
+    caplog.set_level(logging.WARNING)
+    with small_files_only(6000), pytest.raises(CheckpointError, match=r"step-00000002 could not .* in 3 tries.*resume"):
+        trainer.save({})
+    assert len(pauses) == 2 and pauses[0] < pauses[1]
+    assert all("step-00000002" in line and "MiB free" in line for line in caplog.messages)
+    assert len(caplog.messages) == 2
     assert [path.name for path in checkpoint.checkpoint_folders(trainer.run)] == ["step-00000001"]
     assert (trainer.run / "last").readlink() == before
     trainer.save({})
     assert [path.name for path in (trainer.run / "checkpoints").iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("broken", ["safetensors.torch.save_file", "torch.save", "dragoman_training.folders.flush"])
+def test_a_passing_write_error_loses_nothing(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, pauses: list[float], broken: str
+) -> None:
+    """Failed once, written the second time."""
+    module, _, name = broken.rpartition(".")
+    work = {"safetensors.torch": safetensors.torch, "torch": torch, "dragoman_training.folders": folders}
+    function, failures = getattr(work[module], name), [OSError(28, "No space left on device")]
+
+    def fails_once(*args: object) -> object:
+        if failures:
+            raise failures.pop()
+        return function(*args)
+
+    monkeypatch.setattr(broken, fails_once)
+    trainer.save({})
+    assert len(pauses) == 1
+    assert checkpoint.load_model(trainer.run / "last").folder.name == "step-00000001"
+    assert checkpoint.load_state(trainer.run / "last")["progress"]["step"] == 1
+
+
+class Killed(BaseException):
+    """Nothing catches it."""
+
+
+def test_killed_at_any_moment_of_saving_the_newest_checkpoint_loads(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each flush in turn, until a saving comes through: what is listed is whole, and leftovers go."""
+    trainer.save({})
+    trainer.progress.step, came_through, moment = 2, False, 0
+    while not came_through:
+        moment += 1
+        remaining = iter(range(moment))
+
+        def killing(path: Path, remaining: Iterator[int] = remaining, last: int = moment - 1) -> None:
+            if next(remaining, -1) == last:
+                raise Killed
+
+        monkeypatch.setattr(folders, "flush", killing)
+        monkeypatch.setattr(checkpoint, "flush", killing)
+        shutil.rmtree(trainer.run / "checkpoints" / "step-00000002", ignore_errors=True)
+        try:
+            trainer.save({})
+            came_through = True
+        except Killed:
+            newest = checkpoint.checkpoint_folders(trainer.run)[-1]
+            for folder in (newest, trainer.run / "last"):
+                checkpoint.load_model(folder)
+                checkpoint.load_state(folder)
+    assert moment > 8
+    assert checkpoint.load_model(trainer.run / "last").folder.name == "step-00000002"
+    assert [path.name for path in (trainer.run / "checkpoints").iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_metrics_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A write error in the middle of a line takes the line away again."""
+    path = tmp_path / "metrics.jsonl"
+    checkpoint.append_metrics(path, {"step": 1})
+    with small_files_only(20), pytest.raises(OSError, match="too large"):
+        checkpoint.append_metrics(path, {"step": 2, "dev_loss": 3.25})
+    assert path.read_text() == '{"step": 1}\n'
 
 
 def test_the_newest_and_the_best_are_kept(trainer: Trainer) -> None:
@@ -74,6 +165,17 @@ def change_record(change: Callable[[dict[str, object]], object]) -> Callable[[Pa
     return apply
 
 
+def edit_tokenizer(old: str, new: str) -> Callable[[Path], None]:
+    """Another file in the tokenizer's place: of another size, or of equal size."""
+
+    def apply(folder: Path) -> None:
+        path = folder / "source.tokenizer.json"
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+
+    return apply
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -88,6 +190,8 @@ def change_record(change: Callable[[dict[str, object]], object]) -> Callable[[Pa
         (change_record(lambda r: r["model"].update(encoder_layers=2)), r"weight encoder\.1.* one side only"),  # type: ignore[attr-defined]  # plain JSON
         (change_record(lambda r: r["model"].update(source_vocab_size=9)), "tokenizers of"),  # type: ignore[attr-defined]  # plain JSON
         (lambda folder: (folder / "source.tokenizer.json").unlink(), r"source\.tokenizer\.json"),
+        (edit_tokenizer('"d"]', '"d", "e"]'), "has 9 tokens: the model was trained with 8"),
+        (edit_tokenizer('"c", "d"]', '"d", "c"]'), "is not the tokenizer that the model was trained with"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(trainer: Trainer, damage: Callable[[Path], None], words: str) -> None:

@@ -1,83 +1,257 @@
-"""Aligned files, limits and batches."""
+"""The data of a run: tokenizers, limits, datasets and batches."""
 
+import gzip
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dragoman_training.data import (
-    Pair,
-    encode_pairs,
-    epoch_batches,
-    make_batch,
-    plan_batches,
-    read_aligned,
-    read_lines,
-)
-from dragoman_training.errors import DataError
+from dragoman_training.config import TrainConfig
+from dragoman_training.configfile import load_config
+from dragoman_training.data import Dataset, Pair, encode_pairs, load_datasets, make_batch, plan_batches
+from dragoman_training.errors import CheckpointError, DataError
+from dragoman_training.shards import GrowingRows, Shard
 from dragoman_training.tokenizer import PlainTokenizer, SpecialIds
 
-PAIRS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=60).map(
-    lambda sizes: [Pair([4] * (s - 1) + [2], [5] * (t - 1) + [2]) for s, t in sizes]
-)
+
+def dataset_of(sizes: list[tuple[int, int]]) -> Dataset:
+    """Pairs of these lengths."""
+    rows = GrowingRows(10), GrowingRows(10)
+    for size in sizes:
+        for side, length in zip(rows, size, strict=True):
+            side.append([4] * (length - 1) + [2])
+    return Dataset([Shard(rows[0].finished(), rows[1].finished())], {})
 
 
-def test_only_lf_and_crlf_end_a_line(tmp_path: Path) -> None:
-    """Other separators of Unicode, a lone CR and form feeds are text."""
-    path = tmp_path / "lines"
-    path.write_bytes("a\u2028b\r\n\x0cc\rd\n\ne".encode())
-    assert read_lines(path) == ["a\u2028b", "\x0cc\rd", "", "e"]
+SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=60)
 
 
-def test_files_of_unequal_length_are_refused_with_both_counts(tmp_path: Path) -> None:
-    """Line n must belong to line n."""
-    (tmp_path / "a").write_text("1\n2\n3\n")
-    (tmp_path / "b").write_text("1\n2\n")
-    with pytest.raises(DataError, match=r"a has 3 lines but .*b has 2"):
-        read_aligned(tmp_path / "a", tmp_path / "b")
+@pytest.fixture
+def config(toy: Path) -> TrainConfig:
+    """The toy task's configuration."""
+    return load_config(str(toy / "toy.toml"))
 
 
-def test_missing_empty_and_undecodable_files_are_refused(tmp_path: Path) -> None:
-    """Each with the file's name and what is wrong."""
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "latin").write_bytes(b"ok\n\xe9\n")
-    with pytest.raises(DataError, match=r"missing.*prepare"):
-        read_lines(tmp_path / "missing")
-    with pytest.raises(DataError, match=r"latin is not UTF-8 at byte 3"):
-        read_lines(tmp_path / "latin")
-    with pytest.raises(DataError, match=r"empty"):
-        read_aligned(tmp_path / "empty", tmp_path / "empty")
+@pytest.fixture
+def sampling(toy: Path) -> TrainConfig:
+    """The same with BPE dropout."""
+    pieces = 'kind = "bpe"\nvocab_size = 24\nbyte_fallback = false\nsampling = 0.3'
+    text = (toy / "toy.toml").read_text().replace('kind = "plain"', pieces)
+    lines = [line for line in text.split("\n") if "_unit" not in line]
+    (toy / "sampling.toml").write_text("\n".join(lines))
+    return load_config(str(toy / "sampling.toml"))
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
 
 
 def test_pairs_over_a_limit_or_empty_are_dropped_and_counted() -> None:
-    """The limits count ``</s>``."""
+    """The limits count ``</s>``; each pair counts under one reason."""
     source, target = PlainTokenizer.build("character", ["ab"]), PlainTokenizer.build("piece", ["A B"])
-    dataset = encode_pairs(["ab", "abb", "a", ""], ["A B", "A B", "A A A", "A"], source, target, 3, 3)
-    assert dataset.pairs == [Pair([4, 5, 2], [4, 5, 2])]
-    assert dataset.dropped == 3
+    texts = [("ab", "A B"), ("abb", "A B"), ("a", "A A A"), ("", "A"), ("a", " "), ("abb", "A A A")]
+    dataset = encode_pairs([a for a, _ in texts], [b for _, b in texts], source, target, 3, 3)
+    assert list(dataset) == [Pair([4, 5, 2], [4, 5, 2])]
+    assert dataset.dropped == {
+        "blank source": 1,
+        "blank target": 1,
+        "source over 3 tokens": 2,
+        "target over 3 tokens": 1,
+    }
 
 
-@given(PAIRS, st.integers(9, 40), st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, 3.0]))
+def test_one_line_over_the_limit_neither_stops_training_nor_grows_a_batch(toy: Path, config: TrainConfig) -> None:
+    """900 letters among short words, and one just at the limit: the first is dropped, all batches keep the budget."""
+    for side, letters in (("source", ("a" * 900, "b" * 7)), ("target", ("A " * 899 + "A", "B " * 6 + "B"))):
+        with (toy / f"train.{side}").open("a") as file:
+            file.write("".join(f"{text}\n" for text in letters))
+    train = load_datasets(config, toy / "run").train
+    assert train.dropped == {"source over 8 tokens": 1}
+    assert len(train) == 61 and len(train[60].source) == 8
+    for batch in plan_batches(train, 64, 1, 0):
+        assert make_batch([train[i] for i in batch]).labels.numel() <= 64
+
+
+def test_text_without_a_pair_that_fits_is_refused(toy: Path, config: TrainConfig) -> None:
+    """The message names the limits and what was dropped, for either file."""
+    for kind in ("train", "dev"):
+        before = (toy / f"{kind}.source").read_text()
+        (toy / f"{kind}.source").write_text("".join("a" * 20 + "\n" for _ in before.splitlines()))
+        name = {"train": "training", "dev": "dev"}[kind]
+        with pytest.raises(
+            DataError, match=rf"no {name} pair fits the limits \(8, 8\) \(dropped: .*source over 8.*raise"
+        ):
+            load_datasets(config, toy / "run")
+        (toy / f"{kind}.source").write_text(before)
+
+
+# -- the files of a run ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_s_data_are_its_files(toy: Path, config: TrainConfig) -> None:
+    """Worked example: ids of the first pair by hand, all dev lines as text, the files described."""
+    (toy / "dev.source").write_text("ab\n\nabababab\n")
+    (toy / "dev.target").write_text("B A\nA\nB A\n")
+    datasets = load_datasets(config, toy / "run")
+    letters = {letter: index for index, letter in enumerate("abcd", start=4)}
+    word = (toy / "train.source").read_text().split("\n")[0]
+    ids = [letters[letter] for letter in word]
+    assert datasets.train[0] == Pair([*ids, 2], [*ids[::-1], 2])
+    assert list(datasets.dev) == [Pair([4, 5, 2], [5, 4, 2])]
+    assert datasets.dev.dropped == {"blank source": 1, "source over 8 tokens": 1}
+    assert datasets.dev_sources == ["ab", "", "abababab"]
+    assert datasets.dev_targets == ["B A", "A", "B A"]
+    assert datasets.record["dev_source"]["lines"] == 3
+    assert datasets.record["train_target"]["lines"] == 60
+    assert datasets.record["dev_source"]["sha256"] == (
+        "395135a245659ff9ae2169a4c22d838d4c02f1cc8965d8db2b469cd3b768fc26"  # sha256sum
+    )
+    assert datasets.train_for_epoch(3) is datasets.train
+
+
+def test_packed_text_gives_the_same_data(toy: Path, config: TrainConfig) -> None:
+    """Files whose names end in .gz."""
+    plain = load_datasets(config, toy / "run")
+    for side in ("source", "target"):
+        (toy / f"train.{side}.gz").write_bytes(gzip.compress((toy / f"train.{side}").read_bytes()))
+    packed = replace(config.data, train_source="train.source.gz", train_target="train.target.gz")
+    assert list(load_datasets(replace(config, data=packed), toy / "other").train) == list(plain.train)
+
+
+def test_unequal_files_are_refused_before_anything_is_made(toy: Path, config: TrainConfig) -> None:
+    """Both counts; no tokenizer, no shard."""
+    for name in ("train.target", "dev.target"):
+        before = (toy / name).read_text()
+        (toy / name).write_text(before + "X\n")
+        lines = before.count("\n")
+        with pytest.raises(DataError, match=rf"source has {lines} lines but {name} has {lines + 1}"):
+            load_datasets(config, toy / "run")
+        (toy / name).write_text(before)
+    assert not (toy / "run").exists() and not (toy / ".dragoman-shards").exists()
+
+
+def test_tokenizers_are_trained_once_a_run(toy: Path, sampling: TrainConfig) -> None:
+    """The second start reads those of the first, whatever the text is by now; joint sides share one object."""
+    first = load_datasets(sampling, toy / "run")
+    assert first.source_tokenizer is first.target_tokenizer
+    assert [path.name for path in (toy / "run" / "tokenizers").iterdir()] == ["tokenizer.model"]
+    for side in ("source", "target"):
+        lines = (toy / f"train.{side}").read_text().splitlines()
+        (toy / f"train.{side}").write_text("".join(f"{line}\n" for line in lines[:40]))
+    second = load_datasets(sampling, toy / "run")
+    assert second.source_tokenizer is second.target_tokenizer
+    assert second.source_tokenizer.to_bytes() == first.source_tokenizer.to_bytes()
+    fresh = load_datasets(sampling, toy / "fresh")
+    assert fresh.source_tokenizer.to_bytes() != first.source_tokenizer.to_bytes()
+
+
+def test_sides_keep_their_own_tokenizer(toy: Path, config: TrainConfig) -> None:
+    """From the first start and from the files, the source's stays the source's."""
+    for _ in range(2):
+        datasets = load_datasets(config, toy / "run")
+        assert datasets.source_tokenizer.encode("ab") == [4, 5]
+        assert datasets.target_tokenizer.encode("A B") == [4, 5]
+        assert datasets.target_tokenizer.encode("ab") == [3]
+        assert datasets.tokenizers == (datasets.source_tokenizer, datasets.target_tokenizer)
+
+
+def test_a_damaged_tokenizer_of_a_run_is_refused_by_name(toy: Path, sampling: TrainConfig) -> None:
+    """It is not silently trained again: the weights belong to it."""
+    load_datasets(sampling, toy / "run")
+    (toy / "run" / "tokenizers" / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model is no tokenizer file"):
+        load_datasets(sampling, toy / "run")
+
+
+# -- sampling --------------------------------------------------------------------------------------------------------
+
+
+def test_each_epoch_segments_anew_and_repeats_with_seed_and_epoch(toy: Path, sampling: TrainConfig) -> None:
+    """Also after a restart; the text stays the same, and the dev pairs are never sampled."""
+    datasets = load_datasets(sampling, toy / "run")
+    epochs = [list(datasets.train_for_epoch(epoch)) for epoch in range(3)]
+    assert all(a != b for i, a in enumerate([*epochs, list(datasets.train)]) for b in epochs[:i])
+    restarted = load_datasets(sampling, toy / "run")
+    assert list(restarted.train_for_epoch(2)) == epochs[2]
+    assert list(restarted.train_for_epoch(1)) == epochs[1]
+    assert list(restarted.dev) == list(datasets.dev)
+    other_seed = replace(sampling, loop=replace(sampling.loop, seed=4))
+    assert list(load_datasets(other_seed, toy / "run").train_for_epoch(1)) != epochs[1]
+    sources = (toy / "train.source").read_text().split("\n")[:-1]
+    decoded = Counter(datasets.source_tokenizer.decode(pair.source[:-1]) for pair in epochs[0])
+    assert decoded <= Counter(sources)
+
+
+def test_the_limits_hold_for_every_segmentation(toy: Path, sampling: TrainConfig) -> None:
+    """What fits in one epoch may not in another; it is counted each time."""
+    tight = replace(sampling, data=replace(sampling.data, max_source_tokens=6, max_target_tokens=6))
+    datasets = load_datasets(tight, toy / "run")
+    for epoch in range(3):
+        dataset = datasets.train_for_epoch(epoch)
+        assert max(dataset.source_lengths) <= 6 and max(dataset.target_lengths) <= 6
+        assert len(dataset) + sum(dataset.dropped.values()) == 60
+        assert sum(dataset.dropped.values()) > sum(datasets.train.dropped.values())
+
+
+def test_sampled_epochs_leave_no_files(toy: Path, sampling: TrainConfig) -> None:
+    """Their shards have no names: a killed run leaves nothing behind either."""
+    datasets = load_datasets(sampling, toy / "run")
+    before = sorted(toy.rglob("*"))
+    dataset = datasets.train_for_epoch(0)
+    assert sorted(toy.rglob("*")) == before
+    assert len(list(dataset)) == len(dataset) > 0
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+def packed_greedily(dataset: Dataset, budget: int, seed: int, epoch: int, spread: float) -> list[list[int]]:
+    """The same plan, pair by pair: the order's definition and then one row after another while the budget lasts."""
+    random = np.random.default_rng([seed, epoch])
+    order = random.permutation(len(dataset)).tolist()
+    lengths = [(len(dataset[i].source), len(dataset[i].target)) for i in order]
+    keys: list[tuple[float, ...]] = [(s, t if s % 2 == 0 else -t) for s, t in lengths]
+    if spread:
+        keys = [
+            (max(size) + noise,) for size, noise in zip(lengths, random.uniform(0, spread, len(order)), strict=True)
+        ]
+    ranks = sorted(range(len(order)), key=lambda rank: keys[rank])
+    batches: list[list[int]] = [[]]
+    longest = 0
+    for rank in ranks:
+        longest = max(longest, *lengths[rank])
+        if longest * (len(batches[-1]) + 1) > budget:
+            batches.append([])
+            longest = max(lengths[rank])
+        batches[-1].append(order[rank])
+    return [batches[i] for i in random.permutation(len(batches))]
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(9, 40), st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, 3.0]))
 def test_an_epoch_holds_every_pair_once_within_the_budget(
-    pairs: list[Pair], budget: int, seed: int, epoch: int, spread: float
+    sizes: list[tuple[int, int]], budget: int, seed: int, epoch: int, spread: float
 ) -> None:
-    """And the same seed and epoch give the same batches."""
-    plan = plan_batches(pairs, budget, seed, epoch, spread)
-    assert sorted(i for batch in plan for i in batch) == list(range(len(pairs)))
+    """It is the plan that packing pair by pair gives, and so the same for the same seed and epoch."""
+    dataset = dataset_of(sizes)
+    plan = [batch.tolist() for batch in plan_batches(dataset, budget, seed, epoch, spread)]
+    assert sorted(i for batch in plan for i in batch) == list(range(len(sizes)))
     for batch in plan:
         assert batch
-        assert len(batch) * max(max(len(pairs[i].source), len(pairs[i].target)) for i in batch) <= budget
-    assert plan == plan_batches(pairs, budget, seed, epoch, spread)
+        assert len(batch) * max(max(sizes[i]) for i in batch) <= budget
+    assert plan == packed_greedily(dataset, budget, seed, epoch, spread)
 
 
 def test_without_spread_batches_hold_near_equal_lengths_with_spread_they_mix() -> None:
     """Many pairs of two lengths far apart by less than the spread."""
-    pairs = [Pair([4] * n + [2], [4] * n + [2]) for n in (2, 3)] * 200
+    dataset = dataset_of([(n, n) for n in (3, 4)] * 200)
 
     def mixed(spread: float) -> int:
-        return sum(len({len(pairs[i].source) for i in batch}) > 1 for batch in plan_batches(pairs, 40, 1, 0, spread))
+        plan = plan_batches(dataset, 40, 1, 0, spread)
+        return sum(len(set(dataset.source_lengths[batch].tolist())) > 1 for batch in plan)
 
     assert mixed(0.0) <= 1
     assert mixed(3.0) > 10
@@ -85,24 +259,24 @@ def test_without_spread_batches_hold_near_equal_lengths_with_spread_they_mix() -
 
 def test_seed_and_epoch_change_the_order() -> None:
     """Each epoch meets the pairs in another order."""
-    pairs = [Pair([4, 2], [4, 2])] * 50
-    plans = [plan_batches(pairs, 20, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    dataset = dataset_of([(2, 2)] * 50)
+    plans = [
+        [batch.tolist() for batch in plan_batches(dataset, 20, seed, epoch)] for seed in (0, 1) for epoch in (0, 1)
+    ]
     assert all(a != b for i, a in enumerate(plans) for b in plans[:i])
-
-
-def test_a_position_in_an_epoch_is_reached_by_skipping() -> None:
-    """Batches from position 3 on are those of the whole epoch without its first three."""
-    pairs = [Pair([4] * n + [2], [5] * n + [2]) for n in range(1, 9)] * 4
-    whole = list(epoch_batches(pairs, 30, 1, 2))
-    rest = list(epoch_batches(pairs, 30, 1, 2, position=3))
-    assert len(rest) == len(whole) - 3
-    assert all(torch.equal(a.source, b.source) for a, b in zip(whole[3:], rest, strict=True))
 
 
 def test_a_pair_over_the_budget_is_refused() -> None:
     """The message names both sizes."""
     with pytest.raises(DataError, match="5 tokens is over the batch budget of 4"):
-        plan_batches([Pair([4, 4, 4, 4, 2], [4, 2])], 4, 0, 0)
+        plan_batches(dataset_of([(5, 2)]), 4, 0, 0)
+
+
+def test_the_plan_of_many_pairs_takes_few_bytes_a_pair() -> None:
+    """Indices are numpy's, 4 bytes each, not objects of Python."""
+    plan = plan_batches(dataset_of([(8, 8)] * 5000), 800, 0, 0)
+    assert len(plan) == 50
+    assert {batch.dtype for batch in plan} == {np.dtype(np.int32)}
 
 
 def test_the_decoder_reads_the_start_id_and_then_the_labels_moved_by_one() -> None:

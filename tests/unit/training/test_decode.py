@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dragoman_training.decode import BeamOptions, allowed_log_probs, beam_search, greedy, greedy_all
+from dragoman_training.decode import (
+    FIRST_CAPACITY,
+    BeamOptions,
+    allowed_log_probs,
+    beam_search,
+    beam_search_all,
+    greedy,
+    greedy_all,
+    most_probable,
+)
 from dragoman_training.model import KeyValue, Transformer
 from dragoman_training.tokenizer import SPECIAL_IDS, SpecialIds
 
@@ -218,3 +227,65 @@ def test_impossible_options_are_refused(values: dict[str, int]) -> None:
     """More hypotheses than beams, or no step at all."""
     with pytest.raises(ValueError, match="it must be"):
         BeamOptions(**{"max_new_tokens": 5, **values})
+
+
+class BySource(Scripted):
+    """A script that also depends on the source, by its length."""
+
+    def step(
+        self, tokens: Tensor, cached: Tensor, past: list[KeyValue], memory: list[KeyValue], lengths: Tensor
+    ) -> tuple[Tensor, list[KeyValue]]:
+        written, past = super().step(tokens, cached, past, memory, lengths)
+        return written + torch.tensor([noise((length,)) for length in lengths.tolist()]), past
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize("kind", ["scripted", "model"])
+def test_sources_searched_together_find_what_they_find_alone(
+    make_model: MakeModel, kind: str, beam: int, penalty: float
+) -> None:
+    """Sources of unlike lengths; with the script, they end at unlike steps, some beyond the caches' first capacity."""
+
+    def script(tokens: tuple[int, ...]) -> list[float]:
+        logits = noise(tokens)
+        logits[EOS] -= 1.0
+        return logits
+
+    model: Transformer = make_model()
+    if kind == "scripted":
+        model = BySource(make_model(target_vocab_size=VOCABULARY, num_heads=1).config).eval()
+        model.script = script
+    sources = [[4, 5, 6, EOS], [7, EOS], [8, 9, 10, 11, 4, EOS], [5, EOS], [11, 4, EOS], [10] * 9 + [EOS]]
+    limit = 2 * FIRST_CAPACITY + 1 if kind == "scripted" else 6
+    options = BeamOptions(beam_size=beam, max_new_tokens=limit, num_hypotheses=min(beam, 2), length_penalty=penalty)
+    alone = [beam_search(model, source, options) for source in sources]
+    for batch_rows in (2 * beam, 100):
+        together = beam_search_all(model, sources, options, batch_rows=batch_rows)
+        assert [[h.tokens for h in found] for found in together] == [[h.tokens for h in found] for found in alone]
+        for one, other in zip(together, alone, strict=True):
+            assert [h.score for h in one] == pytest.approx([h.score for h in other], abs=1e-5)
+    if kind == "scripted":
+        lengths = {len(found[0].tokens) for found in alone}
+        assert len(lengths) > 2
+        assert penalty == 0 or max(lengths) > FIRST_CAPACITY, lengths
+
+
+def test_equal_continuations_go_to_the_earlier_beam_and_the_lower_id(scripted: Callable[..., Scripted]) -> None:
+    """All tokens equally probable: each step keeps the first beam's lowest ids."""
+    model = scripted(lambda _: [0.0] * VOCABULARY)
+    options = BeamOptions(beam_size=2, max_new_tokens=2, num_hypotheses=2, length_penalty=0.0)
+    # Step 1 ranks </s>, A, B, C: </s> is finished and B takes its place before A. Step 2 ranks B</s>, BA, BB, BC.
+    found = beam_search(model, [4, EOS], options)
+    assert [h.tokens for h in found] == [[], [B]]
+
+
+def test_the_most_probable_are_those_of_a_stable_sort() -> None:
+    """Rows full of equal values: always the lowest ids."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 3, (50, 40), generator=generator).float()
+    rows[rows == 0] = -math.inf
+    values, ids = most_probable(rows, 7)
+    expected, order = torch.sort(rows, descending=True, stable=True)
+    assert [sorted(row, reverse=True) for row in values] == expected[:, :7].tolist()
+    assert [set(row) for row in ids] == [set(row) for row in order[:, :7].tolist()]

@@ -41,3 +41,16 @@ def test_gradients_pass_where_values_pass() -> None:
     out.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, out.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_elements_of_16_bits_keep_their_type(dtype: torch.dtype) -> None:
+    """The same elements are dropped as in float32."""
+    masks = []
+    for kind in (torch.float32, dtype):
+        dropout = Dropout(0.3)
+        dropout.generator = torch.Generator().manual_seed(2)
+        out = dropout(torch.ones(999, dtype=kind))
+        assert out.dtype == kind
+        masks.append(out != 0)
+    assert torch.equal(*masks)

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dragoman_training.attention import TorchAttention
 from dragoman_training.data import pad
 from dragoman_training.decode import empty_caches
+from dragoman_training.dropout import Dropout
 from dragoman_training.model import Transformer, sinusoidal_positions
 
 MakeModel = Callable[..., Transformer]
@@ -100,3 +102,78 @@ def test_tied_embeddings_share_their_weights(make_model: MakeModel, tied: str, e
     """Each degree of tying saves one matrix of vocabulary size."""
     model = make_model(tied_embeddings=tied, source_vocab_size=10)
     assert sum(p.shape == (10, 16) for p in model.parameters()) == embeddings
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_training_and_evaluation_agree_on_padded_batches(
+    make_model: MakeModel, norm_first: bool, activation: str
+) -> None:
+    """Without dropout, in shape and values, also where the batch is wider than its longest row."""
+    model = make_model(norm_first=norm_first, activation=activation, dropout=0.0)
+    lengths = torch.tensor([17, 9, 2], dtype=torch.int32)
+    source = torch.zeros(3, 24, dtype=torch.long)
+    for row, length in enumerate(lengths.tolist()):
+        source[row, :length] = torch.arange(length) % 8 + 4
+    target = torch.tensor(TARGETS)
+    results = []
+    for mode in (True, False):
+        model.train(mode)
+        for enabled in (True, False):
+            with torch.set_grad_enabled(enabled):
+                memory = model.encode(source, lengths)
+                results.append((memory, model.decode(target, memory, lengths)))
+    for memory, logits in results:
+        assert memory.shape == (3, 24, 16)
+        assert logits.shape == (3, 6, 10)
+        torch.testing.assert_close(memory, results[0][0])
+        torch.testing.assert_close(logits, results[0][1])
+    tight = model.encode(source[:, :17], lengths)
+    for row, length in enumerate(lengths.tolist()):
+        torch.testing.assert_close(results[0][0][row, :length], tight[row, :length])
+
+
+def seeded_dropout(rate: float) -> Dropout:
+    dropout = Dropout(rate)
+    dropout.generator = torch.Generator().manual_seed(4)
+    return dropout
+
+
+def test_attention_dropout_acts_on_the_weights() -> None:
+    """Equal scores and unit vectors as values show the weights: each is 0 or doubled; what is masked stays 0."""
+    ops = TorchAttention(seeded_dropout(0.5))
+    size = 4
+    q, values = torch.zeros(300, size, size), torch.eye(size).expand(300, size, size)
+    lengths = torch.full((300,), 3, dtype=torch.int32)
+    weights = ops.encoder(q, q, values, 1, lengths)  # (B, T, S)
+    assert weights[:, :, :3].unique().tolist() == pytest.approx([0, 2 / 3])
+    assert (weights[:, :, :3] == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
+    assert (weights[:, :, 3] == 0).all()
+    weights = ops.causal(q, q, values, 1)
+    for position in range(size):
+        seen = weights[:, position, : position + 1]
+        assert seen.unique().tolist() == pytest.approx([0, 2 / (position + 1)])
+        assert (weights[:, position, position + 1 :] == 0).all()
+
+
+def test_attention_with_dropout_is_else_that_without(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With factors of 1 the logits are those of PyTorch's function, masks and scale included."""
+    plain = logits_of(make_model(dropout=0.0), SOURCES, TARGETS)
+    model = make_model(dropout=0.0, attention_dropout=0.5)
+    assert torch.equal(logits_of(model, SOURCES, TARGETS), plain)  # evaluation: no dropout
+    model.train()
+    assert not torch.allclose(logits_of(model, SOURCES, TARGETS), plain, atol=1e-2)
+    monkeypatch.setattr(Dropout, "factors", lambda _, x: torch.ones_like(x))
+    torch.testing.assert_close(logits_of(model, SOURCES, TARGETS), plain, rtol=1e-4, atol=1e-5)
+
+
+def test_activation_dropout_acts_behind_the_activation(make_model: MakeModel) -> None:
+    """With identities for both products, each positive element is 0 or doubled."""
+    feed_forward = next(make_model(activation_dropout=0.5, ffn_dim=16).decoder_layers()).feed_forward
+    for linear in (feed_forward.inner, feed_forward.outer):
+        linear.weight.data, linear.bias.data = torch.eye(16), torch.zeros(16)
+    x = torch.rand(5, 7, 16) + 1
+    assert torch.equal(feed_forward(x), x)
+    feed_forward.train()
+    ratio = feed_forward(x) / x
+    assert ratio.unique().tolist() == pytest.approx([0, 2])

@@ -1,33 +1,15 @@
-"""Loss, schedule and optimizer groups against worked examples."""
+"""Schedule and optimizer groups against worked examples."""
 
-import math
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from dragoman_training.config import OptimizerConfig, ScheduleConfig
+from dragoman_training.data import Pair
 from dragoman_training.model import Transformer
-from dragoman_training.optim import learning_rate, make_optimizer, smoothed_loss
-
-
-def test_no_real_token_gives_exactly_zero_and_no_nan() -> None:
-    """A batch of padding has no loss and no gradient."""
-    logits = torch.randn(2, 3, 5, requires_grad=True)
-    loss, tokens = smoothed_loss(logits, torch.zeros(2, 3, dtype=torch.long), 0, 0.1)
-    (loss / max(tokens, 1)).backward()
-    assert (loss.item(), tokens) == (0.0, 0)
-    assert logits.grad is not None
-    assert torch.equal(logits.grad, torch.zeros_like(logits))
-
-
-def test_the_smoothed_loss_of_a_worked_example() -> None:
-    """0.9 of the label's surprise plus 0.1 of the mean surprise; padding adds nothing."""
-    logits = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.9, 0.05, 0.05]]]))
-    loss, tokens = smoothed_loss(logits, torch.tensor([[1, 0]]), 0, 0.1)
-    expected = 0.9 * math.log(4) + 0.1 * (math.log(2) + 2 * math.log(4)) / 3
-    assert tokens == 1
-    assert loss.item() == pytest.approx(expected, rel=1e-6)
+from dragoman_training.optim import learning_rate, make_optimizer
+from dragoman_training.workers import Workers
 
 
 def test_the_rate_rises_falls_and_cools_down_to_zero() -> None:
@@ -57,3 +39,47 @@ def test_only_matrices_of_linear_layers_decay(make_model: Callable[..., Transfor
     assert all(names[id(p)].endswith("weight") and p.ndim == 2 for p in decayed["params"])
     assert {"source_embedding.weight", "target_embedding.weight"} <= {names[id(p)] for p in kept["params"]}
     assert len(decayed["params"]) + len(kept["params"]) == len(names)
+
+
+def test_the_cosine_rises_in_a_line_and_falls_to_zero() -> None:
+    """Worked examples: the end of the warm-up, a third, half of and all the way down."""
+    schedule = ScheduleConfig(steps=70, warmup_steps=10, kind="cosine")
+    rates = {step: learning_rate(step, 2.0, schedule) for step in (1, 10, 30, 40, 70)}
+    assert rates == pytest.approx({1: 0.2, 10: 2.0, 30: 1.5, 40: 1.0, 70: 0.0})
+
+
+def test_a_cosine_may_be_all_warm_up() -> None:
+    """With as many warm-up steps as steps, the rate only rises."""
+    schedule = ScheduleConfig(steps=10, warmup_steps=10, kind="cosine")
+    assert learning_rate(10, 2.0, schedule) == 2.0
+
+
+def test_sgd_steps_of_a_worked_example() -> None:
+    """Momentum sums up gradients; a matrix's decay is part of its gradient, a bias has none."""
+    layer = torch.nn.Linear(1, 1)
+    layer.weight.data.fill_(2.0)
+    layer.bias.data.fill_(2.0)
+    config = OptimizerConfig(kind="sgd", learning_rate=0.1, momentum=0.5, weight_decay=0.25)
+    optimizer = make_optimizer(layer, config)
+    for _ in range(2):
+        layer.weight.grad, layer.bias.grad = torch.ones(1, 1), torch.ones(1)
+        optimizer.step()
+    assert layer.bias.item() == pytest.approx(2 - 0.1 - 0.15)
+    weight = 2 - 0.1 * 1.5  # the gradient is 1 + 0.25 x 2
+    weight -= 0.1 * (0.5 * 1.5 + 1 + 0.25 * weight)
+    assert layer.weight.item() == pytest.approx(weight)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+def test_every_optimizer_lowers_the_loss(make_model: Callable[..., Transformer], kind: str) -> None:
+    """On four pairs learned by heart."""
+    model = make_model(dropout=0.0)
+    optimizer = make_optimizer(model, OptimizerConfig(kind=kind, learning_rate=1e-2, momentum=0.9))
+    pairs = [Pair([4, 5, 2], [4, 2]), Pair([5, 4, 2], [5, 2]), Pair([6, 2], [6, 7, 2]), Pair([7, 2], [8, 2])]
+    losses = []
+    with Workers(model, 1, seed=1, smoothing=0.0) as workers:
+        for _ in range(30):
+            losses.append(workers.accumulate([pairs])[0])
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    assert losses[-1] < losses[0] / 2

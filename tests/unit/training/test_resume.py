@@ -1,0 +1,320 @@
+"""Not losing work: a run that is stopped or killed and resumed ends like one that never was; changes are refused."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dragoman_training import checkpoint, data
+from dragoman_training.configfile import load_config
+from dragoman_training.data import Pair
+from dragoman_training.errors import CheckpointError, ConfigError
+from dragoman_training.train import Trainer, train
+
+PROGRAM = "import sys; from dragoman_training.cli import train as t; import argparse; p = argparse.ArgumentParser();"
+PROGRAM += "t.add_arguments(p); sys.exit(t.run(p.parse_args()))"
+OF_THE_CLOCK = ("seconds", "cpu_seconds", "tokens_per_second")
+
+Shares = Sequence[Sequence[Pair]]
+
+
+def weights(run: Path) -> bytes:
+    return (run / "last" / "model.safetensors").read_bytes()
+
+
+def metrics_of(run: Path) -> list[dict[str, object]]:
+    """The lines of metrics.jsonl, without what differs from run to run."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in OF_THE_CLOCK} for line in lines]
+
+
+class Watched:
+    """What each step was given and how far it went, with a signal after one of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None) -> None:
+        self.steps: list[tuple[int, float, list[list[Pair]]]] = []
+        self.stop_after = stop_after
+        step = Trainer.step
+
+        def watched(trainer: Trainer, shares: Shares) -> tuple[float, int]:
+            result = step(trainer, shares)
+            rate = trainer.optimizer.param_groups[0]["lr"]
+            self.steps.append((trainer.progress.step, rate, [list(share) for share in shares]))
+            if trainer.progress.step == self.stop_after:
+                self.stop_after = None
+                os.kill(os.getpid(), signal.SIGTERM)
+            return result
+
+        monkeypatch.setattr(Trainer, "step", watched)
+
+
+@pytest.mark.parametrize(("stop_after", "kind"), [(1, "adamw"), (5, "muon"), (8, "sgd")])
+def test_a_stopped_run_resumes_to_equal_weights(
+    toy_with_everything: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int, kind: str
+) -> None:
+    """Stopped by a signal between or at validations, then resumed: the same batches and rates, bit-equal at the end."""
+    toy = toy_with_everything
+    config = load_config("toy.toml", [f"optimizer.kind={kind}"])
+    with monkeypatch.context() as patch:
+        whole = Watched(patch)
+        train(config, toy / "whole")
+    parts = Watched(monkeypatch, stop_after)
+    assert train(config, toy / "parts") == signal.SIGTERM
+    assert (toy / "parts" / "last").readlink().name == f"step-{stop_after:08d}"
+    assert train(config, toy / "parts", resume=True) is None
+    assert parts.steps == whole.steps
+    assert [step for step, _, _ in parts.steps] == list(range(1, 13))
+    assert weights(toy / "parts") == weights(toy / "whole")
+    assert metrics_of(toy / "parts") == metrics_of(toy / "whole")
+
+
+# Runs the command, and kills itself at the n-th of these moments: a step, or a flush while something is written.
+KILLED = """
+import os, signal, sys
+from dragoman_training import checkpoint, folders, train
+moments = int(sys.argv.pop())
+
+def counted(function):
+    def wrapper(*args):
+        global moments
+        moments -= 1
+        if moments == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args)
+    return wrapper
+
+checkpoint.flush = folders.flush = counted(folders.flush)
+train.Trainer.step = counted(train.Trainer.step)
+"""
+
+
+@pytest.mark.parametrize("settings", [["tokenizer.sampling=0.0", "optimizer.kind=muon"], ["loop.seed=4"]])
+def test_killed_at_any_moment_it_resumes_to_equal_weights(toy_with_everything: Path, settings: list[str]) -> None:
+    """SIGKILL in a step and while writing, again and again, each time restarted: bit-equal to a run without a stop."""
+    toy = toy_with_everything
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    rng = random.Random(str(settings))
+    # The start is a dozen flushes, a validation with its checkpoint 4 steps and a dozen flushes: killed at the start,
+    # after a checkpoint, and once more.
+    for moments in [rng.randint(2, 12), rng.randint(32, 40), rng.randint(2, 14)]:
+        resume = ["--resume"] if (toy / "killed" / "config.json").exists() else []
+        changes = [word for setting in settings for word in ("--set", setting)]
+        arguments = ["toy.toml", "--out", "killed", *changes, *resume, str(moments)]
+        done = subprocess.run([sys.executable, "-c", KILLED + PROGRAM, *arguments], env=environment, check=False)
+        assert done.returncode == -signal.SIGKILL
+        if (toy / "killed" / "last").exists():
+            checkpoint.load_model(toy / "killed" / "last")
+    assert (toy / "killed" / "last").exists()
+    config = load_config("toy.toml", settings)
+    assert train(config, toy / "killed", resume=True) is None
+    assert train(config, toy / "whole") is None
+    assert weights(toy / "killed") == weights(toy / "whole")
+    assert metrics_of(toy / "killed") == metrics_of(toy / "whole")
+
+
+def count_lines(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_ends_in_order(toy: Path, number: signal.Signals, status: int) -> None:
+    """The process ends with its documented status and leaves a checkpoint that loads."""
+    arguments = [sys.executable, "-c", PROGRAM, "toy.toml", "--out", "run", "--set", "schedule.steps=100_000"]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    while count_lines(toy / "run" / "metrics.jsonl") < 1:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == status, errors
+    assert "--resume" in errors
+    state = checkpoint.load_state(toy / "run" / "last")
+    assert (toy / "run" / "last").readlink().name == f"step-{state['progress']['step']:08d}"
+    assert checkpoint.load_model(toy / "run").max_source_tokens == 8
+
+
+def test_resuming_a_finished_run_changes_nothing(toy: Path) -> None:
+    """There is nothing left to do."""
+    config = load_config("toy.toml")
+    train(config, toy / "run")
+    before = weights(toy / "run")
+    assert train(config, toy / "run", resume=True) is None
+    assert weights(toy / "run") == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(toy: Path) -> None:
+    """There is a config.json and nothing else; half a line of metrics is dropped."""
+    config = load_config("toy.toml")
+    Trainer(config, toy / "run").start()
+    (toy / "run" / "metrics.jsonl").write_text('{"step": 4, "dev_l')
+    train(config, toy / "run", resume=True)
+    train(config, toy / "whole")
+    assert weights(toy / "run") == weights(toy / "whole")
+    assert metrics_of(toy / "run") == metrics_of(toy / "whole")
+
+
+# -- what may differ ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(toy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run that was stopped after step 6, in its second epoch."""
+    with monkeypatch.context() as patch:
+        Watched(patch, stop_after=6)
+        assert train(load_config("toy.toml"), toy / "run") == signal.SIGTERM
+    return toy / "run"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("optimizer.learning_rate=2e-2", "optimizer.learning_rate is 0.02, was 0.01"),
+        ("data.batch_tokens=80", "data.batch_tokens is 80, was 64"),
+        ("schedule.steps=13", "schedule.steps is 13, was 12"),
+        ("model.dropout=0.2", "model.dropout is 0.2, was 0.1"),
+        ("loop.workers=1", "loop.workers is 1, was 2"),
+    ],
+)
+def test_resuming_with_another_setting_is_refused(stopped: Path, change: str, words: str) -> None:
+    """The message names the setting, both values and the way to allow it; nothing is changed."""
+    before = (stopped / "config.json").read_bytes()
+    with pytest.raises(CheckpointError) as caught:
+        train(load_config("toy.toml", [change]), stopped, resume=True)
+    key = change.partition("=")[0]
+    assert words in str(caught.value) and f"--allow-change {key}" in str(caught.value)
+    assert (stopped / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("model.d_model=16", "model.d_model is 16, was 8"),
+        ("optimizer.kind=muon", "optimizer.kind is 'muon', was 'adamw'"),
+        ("tokenizer.source_unit=piece", "tokenizer.source_unit is 'piece', was 'character'"),
+    ],
+)
+def test_what_the_saved_state_would_not_fit_cannot_be_allowed(stopped: Path, change: str, words: str) -> None:
+    """Shape, optimizer and tokenizer stay."""
+    key = change.partition("=")[0]
+    with pytest.raises(CheckpointError, match="would not fit") as caught:
+        train(load_config("toy.toml", [change]), stopped, resume=True, allowed=[key])
+    assert words in str(caught.value)
+
+
+def test_an_allowed_change_is_applied_and_recorded(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run goes on with the new values, and config.json tells from which step on; it need not be allowed again."""
+    changed = load_config("toy.toml", ["schedule.steps=16", "optimizer.learning_rate=2e-2"])
+    allowed = ["schedule.steps", "optimizer.learning_rate"]
+    with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate is 0\.02"):
+        train(changed, stopped, resume=True, allowed=["schedule.steps"])
+    assert train(changed, stopped, resume=True, allowed=allowed) is None
+    assert "schedule.steps is 16, was 12 up to step 6" in capsys.readouterr().err
+    assert [line["step"] for line in metrics_of(stopped)] == [4, 8, 12, 16]
+    record = json.loads((stopped / "last" / "config.json").read_text())
+    changes = {"schedule.steps": {"old": 12, "new": 16}, "optimizer.learning_rate": {"old": 0.01, "new": 0.02}}
+    assert record["history"] == [{"step": 6, "changed": changes}]
+    assert record["training"]["schedule"]["steps"] == 16
+    assert train(changed, stopped, resume=True) is None
+
+
+def test_other_batches_start_the_epoch_again(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a changed token budget the place in the epoch means nothing: one line tells what is repeated."""
+    progress = checkpoint.load_state(stopped / "last")["progress"]
+    assert progress["epoch"] == 1 and progress["position"] > 0
+    config = load_config("toy.toml", ["data.batch_tokens=80"])
+    watched = Watched(monkeypatch, stop_after=7)
+    train(config, stopped, resume=True, allowed=["data.batch_tokens"])
+    lines = capsys.readouterr().err.splitlines()
+    told = [line for line in lines if "epoch 1 starts again from its first batch" in line]
+    assert len(told) == 1
+    assert "data.batch_tokens" in told[0] and f"{progress['position']} batches" in told[0]
+    dataset = data.load_datasets(config, stopped).train
+    plan = data.plan_batches(dataset, 40, config.loop.seed, 1)
+    assert watched.steps[0][2] == [[dataset[int(n)] for n in share] for share in plan[:2]]
+
+
+def test_a_change_takes_effect_even_if_nothing_was_saved_after_it_was_allowed(
+    stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed right after the resume: the next one needs no permission, and starts the epoch again all the same."""
+    config = load_config("toy.toml", ["data.batch_tokens=80"])
+    Trainer(config, stopped).resume(["data.batch_tokens"])
+    capsys.readouterr()
+    trainer = Trainer(config, stopped)
+    trainer.resume()
+    assert trainer.progress.position == 0
+    assert "starts again from its first batch" in capsys.readouterr().err
+    assert len(trainer.record["history"]) == 1
+
+
+def test_another_metric_chooses_the_best_anew(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss cannot be compared with a share."""
+    trainer = Trainer(load_config("toy.toml", ["loop.metric=exact_match"]), stopped)
+    trainer.resume(["loop.metric"])
+    assert (trainer.progress.best_step, trainer.progress.best_value) == (6, None)
+    assert "the best checkpoint is chosen anew" in capsys.readouterr().err
+    assert checkpoint.load_model(stopped).folder.name == "step-00000006"
+
+
+@pytest.mark.parametrize("decays", [("0.0", "0.5"), ("0.5", "0.0")])
+def test_the_moving_average_can_be_switched_on_and_off(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, decays: tuple[str, str]
+) -> None:
+    """It starts from the weights, and training goes on from the weights themselves when it ends."""
+    first, then = (load_config("toy.toml", [f"optimizer.ema_decay={decay}"]) for decay in decays)
+    with monkeypatch.context() as patch:
+        Watched(patch, stop_after=6)
+        train(first, toy / "run")
+    state, saved = checkpoint.load_state(toy / "run" / "last"), toy / "run" / "last" / "model.safetensors"
+    trainer = Trainer(then, toy / "run")
+    trainer.resume(["optimizer.ema_decay"])
+    expected = state.get("weights") or checkpoint.read_weights(saved)
+    assert all((weight == expected[name]).all() for name, weight in trainer.model.named_parameters())
+    assert all((weight == expected[name]).all() for name, weight in trainer.weights.items())
+
+
+@pytest.mark.parametrize("name", ["train_source", "dev_source"])
+def test_resuming_with_other_data_is_refused_unless_allowed(stopped: Path, toy: Path, name: str) -> None:
+    """The files are known by their hash, wherever they are."""
+    path = toy / name.replace("_", ".")
+    path.write_text("".join(f"{line}\n" for line in reversed(path.read_text().splitlines())))
+    with pytest.raises(CheckpointError, match=rf"data\.{name}\.sha256 is .*--allow-change data\.{name}"):
+        train(load_config("toy.toml"), stopped, resume=True)
+    assert train(load_config("toy.toml"), stopped, resume=True, allowed=[f"data.{name}"]) is None
+
+
+def test_data_that_moved_is_the_same_data(stopped: Path, toy: Path) -> None:
+    """The place on the disk is not part of a run."""
+    (toy / "elsewhere").mkdir()
+    (toy / "train.source").rename(toy / "elsewhere" / "train.source")
+    config = load_config("toy.toml", ["data.train_source=elsewhere/train.source"])
+    assert train(config, stopped, resume=True) is None
+
+
+def test_other_tokenizers_in_the_run_are_refused(stopped: Path) -> None:
+    """Ids would mean other tokens."""
+    path = stopped / "tokenizers" / "source.tokenizer.json"
+    path.write_text(path.read_text().replace('"a", "b"', '"b", "a"'))
+    with pytest.raises(CheckpointError, match="tokenizers are not those that the run began with"):
+        train(load_config("toy.toml"), stopped, resume=True)
+
+
+def test_resuming_nothing_is_refused(toy: Path) -> None:
+    """There must be a run."""
+    with pytest.raises(CheckpointError, match=r"there is no run in .* to resume"):
+        train(load_config("toy.toml"), toy / "none", resume=True)
+
+
+def test_changes_are_allowed_only_when_resuming(toy: Path) -> None:
+    """A new run has nothing to differ from."""
+    with pytest.raises(ConfigError, match="add --resume"):
+        train(load_config("toy.toml"), toy / "run", allowed=["loop.seed"])

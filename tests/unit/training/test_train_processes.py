@@ -1,0 +1,45 @@
+"""Several processes that train one model: the same run as with as many workers, written by one of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dragoman_training import checkpoint
+from dragoman_training.configfile import load_config
+from dragoman_training.train import train
+
+PROGRAM = "import argparse, sys; from dragoman_training.cli import train as t; p = argparse.ArgumentParser();"
+PROGRAM += "t.add_arguments(p); sys.exit(t.run(p.parse_args()))"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["dev_loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_train_like_two_workers(toy: Path) -> None:
+    """Dropout and moving average on: the same dev losses but for rounding, one log, one set of files; resumed, too."""
+    settings = ["optimizer.ema_decay=0.5", "loop.accumulate=2", "optimizer.kind=sgd", "optimizer.learning_rate=0.1"]
+    train(load_config("toy.toml", settings), toy / "workers")
+    (toy / "program.py").write_text(PROGRAM)
+    arguments = ["toy.toml", "--out", "processes", "--set", "loop.workers=1", "--set", "data.batch_tokens=32"]
+    for setting in settings:
+        arguments += ["--set", setting]
+    command = [*TORCHRUN, "--nproc-per-node", "2", "program.py", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("step 12 epoch") == 1
+    assert "2 processes of cpu" in done.stderr
+    assert losses(toy / "processes") == pytest.approx(losses(toy / "workers"), abs=1e-4)
+    assert checkpoint.load_model(toy / "processes").max_source_tokens == 8
+    longer = ["--resume", "--set", "schedule.steps=16", "--allow-change", "schedule.steps"]
+    done = subprocess.run(
+        [*command, *longer], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (toy / "processes" / "last").readlink().name == "step-00000016"
