@@ -125,9 +125,7 @@ def _encode(checkpoint: LoadedCheckpoint, tokenizer: SourceTokenizer, text: str)
     return source if text.strip() and len(source) <= checkpoint.max_source_tokens else None
 
 
-def _decode(
-    checkpoint: LoadedCheckpoint, tokenizer: TargetTokenizer, answers: Sequence[tuple[int, ...]]
-) -> list[str]:
+def _decode(checkpoint: LoadedCheckpoint, tokenizer: TargetTokenizer, answers: Sequence[tuple[int, ...]]) -> list[str]:
     """The texts of the model's answers. Raises ExportError unless the service makes the same of them as training."""
     texts = []
     for tokens in answers:
@@ -148,7 +146,7 @@ def check_special_ids(special: TrainingSpecialIds, vocabulary: Vocabulary) -> No
         index, right = getattr(special, name), vocabulary.tokens.index(token)
         if index != right:
             raise ExportError(
-                f"special_ids.{name} of the checkpoint is {index}; the model was trained with {right}, the id of {token}"
+                f"special_ids.{name} of the checkpoint is {index}; models are trained with {right}, the id of {token}"
             )
 
 

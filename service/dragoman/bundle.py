@@ -278,7 +278,9 @@ def wrong_counts(required: Mapping[str, int], nodes: Mapping[str, int]) -> str:
     """The kinds of which there are not as many nodes as required, with both counts; empty if there is none."""
     counts = {kind: count_of(kind, nodes) for kind in required}
     return ", ".join(
-        f"{counts[kind]} {kind} nodes instead of {number}" for kind, number in required.items() if counts[kind] != number
+        f"{counts[kind]} {kind} nodes instead of {number}"
+        for kind, number in required.items()
+        if counts[kind] != number
     )
 
 
@@ -306,12 +308,12 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     if not overwrite:
         raise BundleError(f"{path} exists already: choose another folder, or overwrite the bundle with --force")
     if not (path / MANIFEST_NAME).is_file():
-        raise BundleError(f"{path} is no bundle, it has no {MANIFEST_NAME}: it is not overwritten, choose another folder")
+        raise BundleError(
+            f"{path} is no bundle, it has no {MANIFEST_NAME}: it is not overwritten, choose another folder"
+        )
 
 
-def save_bundle(
-    manifest: Manifest, files: Mapping[str, bytes], path: Path, *, overwrite: bool = False
-) -> ModelBundle:
+def save_bundle(manifest: Manifest, files: Mapping[str, bytes], path: Path, *, overwrite: bool = False) -> ModelBundle:
     """Write a bundle in one move: whoever looks at ``path`` sees nothing (or the bundle before it) or all of it.
 
     ``manifest.files`` is filled in here. With ``overwrite``, a bundle at ``path`` gives way when the new one is whole,

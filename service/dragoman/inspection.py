@@ -59,7 +59,7 @@ def describe(manifest: Manifest, problems: Mapping[str, str], *, histogram: bool
         "checksum": manifest.checksum,
         "model": f"{model.encoder_layers} encoder and {model.decoder_layers} decoder layers, width {model.d_model}, "
         f"{model.num_heads} heads of {model.head_dim}",
-        "vocabularies": f"{model.source_vocab_size} source and {model.target_vocab_size} target tokens, padding included",
+        "vocabularies": f"{model.source_vocab_size} source and {model.target_vocab_size} target tokens with padding",
         "parameters": _number(manifest.provenance.get("num_parameters", "unknown")),
         "source": _tokenizer(manifest.tokenizers.source),
         "target": _tokenizer(manifest.tokenizers.target),

@@ -136,8 +136,8 @@ def check_golden_texts(source: SourceTokenizer, target: TargetTokenizer, cases: 
         ):
             if found != expected:
                 raise BundleError(
-                    f"{name}: the {side} tokenizer gives {found!r} for {case.text!r}, expected {expected!r}: it belongs "
-                    "to another model"
+                    f"{name}: the {side} tokenizer gives {found!r} for {case.text!r}, expected {expected!r}: it "
+                    "belongs to another model"
                 )
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "bundle",
         metavar="BUNDLE",
-        help=f"a folder made by dragoman export, or an embedded model: {', '.join(embedded_models()) or 'there is none'}",
+        help=f"a folder made by dragoman export, or an embedded model: {', '.join(embedded_models()) or 'none'}",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object: the manifest, and what was checked")
     parser.add_argument(
