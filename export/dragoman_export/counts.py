@@ -74,13 +74,14 @@ def check_caches(file: str, stage: str, model: onnx.ModelProto) -> None:
     """
     nodes = [node for node in model.graph.node if node.op_type == CACHED_ATTENTION]
     for index, node in enumerate(nodes):
-        layer = index // 2
-        if index % 2 == 0:
-            read, written = ("past_key", "past_value"), ("present_key", "present_value")
-        else:
-            read, written = ("cross_key", "cross_value"), ()
-        for what, names, kinds in (("reads", node.input[3:5], read), ("writes", node.output[1:3], written)):
-            found, expected = list(filter(None, names)), [f"{kind}_{layer}" for kind in kinds]
+        layer, is_cross = divmod(index, 2)
+        read = f"cross_key_{layer}", f"cross_value_{layer}"
+        written: tuple[str, ...] = ()
+        if not is_cross:
+            read = f"past_key_{layer}", f"past_value_{layer}"
+            written = f"present_key_{layer}", f"present_value_{layer}"
+        for what, names, right in (("reads", node.input[3:5], read), ("writes", node.output[1:3], written)):
+            found, expected = list(filter(None, names)), list(right)
             if found != expected:
                 raise ExportError(
                     f"{file} {stage}: {_kind(node)} of layer {layer} {what} {found} instead of {expected}: a cache is "

@@ -17,6 +17,9 @@ _MAX_BAR: Final = 40
 _MAX_IDS: Final = 12
 _STAGES: Final = ("required", "exported", "optimised")
 
+Row = tuple[str | int, ...]
+"""Of a table, the name of the row first."""
+
 
 def file_problems(path: Path, manifest: Manifest, *, hashes: bool) -> dict[str, str]:
     """The files that are not what the manifest declares, each with what is wrong: size, or with ``hashes`` content."""
@@ -32,11 +35,10 @@ def file_problems(path: Path, manifest: Manifest, *, hashes: bool) -> dict[str, 
 
 def node_table(graph: Graph) -> list[str]:
     """A graph's required nodes beside those as exported and as ONNX Runtime optimised them, a line each."""
-    rows = [
-        (kind, number, count_of(kind, graph.exported_nodes), count_of(kind, graph.optimized_nodes))
-        for kind, number in graph.required_nodes.items()
-    ]
-    return _columns([(graph.file, *_STAGES), *((f"  {kind}", *counts) for kind, *counts in rows)])
+    rows: list[Row] = [(graph.file, *_STAGES)]
+    for kind, number in graph.required_nodes.items():
+        rows.append((f"  {kind}", number, count_of(kind, graph.exported_nodes), count_of(kind, graph.optimized_nodes)))
+    return _columns(rows)
 
 
 def node_histogram(graph: Graph) -> list[str]:
@@ -44,11 +46,11 @@ def node_histogram(graph: Graph) -> list[str]:
     exported, optimized = graph.exported_nodes, graph.optimized_nodes
     kinds = sorted({*exported, *optimized}, key=lambda kind: (-exported.get(kind, 0), kind))
     most = max(exported.values(), default=1)
-    totals = ("all nodes", sum(exported.values()), sum(optimized.values()))
-    counts = [(kind, exported.get(kind, 0), optimized.get(kind, 0)) for kind in kinds]
-    bars = ["", *("#" * -(-number * min(most, _MAX_BAR) // most) for _, number, _ in counts), ""]
-    lines = _columns([(graph.file, *_STAGES[1:]), *((f"  {kind}", *both) for kind, *both in (*counts, totals))])
-    return [f"{line}  {bar}".rstrip() for line, bar in zip(lines, bars, strict=True)]
+    rows: list[Row] = [(graph.file, *_STAGES[1:])]
+    rows += [(f"  {kind}", exported.get(kind, 0), optimized.get(kind, 0)) for kind in kinds]
+    rows.append(("  all nodes", sum(exported.values()), sum(optimized.values())))
+    bars = ["", *("#" * -(-exported.get(kind, 0) * min(most, _MAX_BAR) // most) for kind in kinds), ""]
+    return [f"{line}  {bar}".rstrip() for line, bar in zip(_columns(rows), bars, strict=True)]
 
 
 def describe(manifest: Manifest, problems: Mapping[str, str], *, histogram: bool = False) -> list[str]:
@@ -75,11 +77,10 @@ def describe(manifest: Manifest, problems: Mapping[str, str], *, histogram: bool
     for graphs in manifest.graphs:
         lines += ["", *_graph_set(graphs, histogram=histogram)]
     lines += ["", "provenance", *_provenance(manifest.provenance)]
-    rows = [(f"  {name}", entry.bytes) for name, entry in manifest.files.items()]
+    rows: list[Row] = [("files", "bytes"), *((f"  {name}", entry.bytes) for name, entry in manifest.files.items())]
     rows.append(("  all files", sum(entry.bytes for entry in manifest.files.values())))
-    marks = [problems.get(name, "") and "  DOES NOT HOLD" for name in manifest.files]
-    lines += ["", *(f"{a}{b}" for a, b in zip(_columns([("files", "bytes"), *rows]), ["", *marks, ""], strict=True))]
-    return lines
+    marks = ["", *("  DOES NOT HOLD" if name in problems else "" for name in manifest.files), ""]
+    return [*lines, "", *(f"{line}{mark}" for line, mark in zip(_columns(rows), marks, strict=True))]
 
 
 def _graph_set(graphs: GraphSet, *, histogram: bool) -> list[str]:
@@ -136,7 +137,7 @@ def _ids(ids: tuple[int, ...]) -> str:
     return f"{shown} and {len(ids) - _MAX_IDS} more" if len(ids) > _MAX_IDS else shown
 
 
-def _columns(rows: list[tuple[str | int, ...]]) -> list[str]:
+def _columns(rows: list[Row]) -> list[str]:
     """Rows of equal length, the first column to the left, the others to the right; numbers with thousands apart."""
     cells = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -91,7 +91,7 @@ def peak_bytes() -> int:
 def export(folder: Path) -> dict[str, float]:
     """The export by its command, measured. The imports come first and do not count."""
     import onnxscript  # noqa: F401  # what torch.onnx.export imports when it is called
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401  # the same
     from torch.onnx._internal.exporter import _core  # noqa: F401  # the same
 
     from dragoman_export import exporter  # noqa: F401
