@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ import dragoman
 from dragoman.bundle import (
     FORMAT_VERSION,
     GoldenCase,
+    Graph,
     GraphSet,
     Limits,
     Manifest,
@@ -89,26 +91,35 @@ def export(
         raise ExportError(f"the model accepts none of the {len(texts)} sources: give dev sources to compare on")
     sources = [source for _, source in encoded]
     model = checkpoint.model.eval()
-    encoder = trace(EncoderGraph(model), ENCODER_FILE)
-    decoder = trace(DecoderGraph(model), DECODER_FILE)
-    graphs = GraphSet("cpu", "fp32", OPSET, encoder.declaration, decoder.declaration, GOLDEN_FILE, {})
-    manifest = _manifest(checkpoint, vocabularies, graphs, name, version, quality)
-    files = {
-        ENCODER_FILE: encoder.content,
-        DECODER_FILE: decoder.content,
-        **{file: (checkpoint.folder / file).read_bytes() for file in checkpoint.tokenizer_files.values()},
-    }
-    runner = OrtRunner(OrtModel(manifest.model, graphs, files.__getitem__), VERIFY_SLOTS, VERIFY_KV_CACHE_BYTES)
-    rules = token_rules(manifest)
-    parity, references = verify(model, runner, rules, sources, manifest.limits.max_new_tokens, checkpoint.special)
-    answers = _decode(checkpoint, TargetTokenizer(vocabularies["target"]), [tuple(r.tokens) for r in references])
-    golden = golden_set(model, rules, [text for text, _ in encoded], sources, references, answers)
-    files[GOLDEN_FILE] = _golden_lines(golden)
-    if notice is not None:
-        files["NOTICE"] = notice
-    graphs = dataclasses.replace(graphs, parity=parity.figures())
-    bundle = save_bundle(dataclasses.replace(manifest, graphs=(graphs,)), files, out, overwrite=overwrite)
+    with tempfile.TemporaryDirectory() as folder:  # graphs wait on the disk: each is as large as its weights
+        encoder = _trace_into(Path(folder), EncoderGraph(model), ENCODER_FILE)
+        decoder = _trace_into(Path(folder), DecoderGraph(model), DECODER_FILE)
+        graphs = GraphSet("cpu", "fp32", OPSET, encoder, decoder, GOLDEN_FILE, {})
+        manifest = _manifest(checkpoint, vocabularies, graphs, name, version, quality)
+        opened = OrtModel(
+            manifest.model, graphs, lambda file: Path(folder, file).read_bytes(), num_threads=torch.get_num_threads()
+        )
+        runner = OrtRunner(opened, VERIFY_SLOTS, VERIFY_KV_CACHE_BYTES)
+        rules = token_rules(manifest)
+        parity, references = verify(model, runner, rules, sources, manifest.limits.max_new_tokens, checkpoint.special)
+        answers = _decode(checkpoint, TargetTokenizer(vocabularies["target"]), [tuple(r.tokens) for r in references])
+        golden = golden_set(model, rules, [text for text, _ in encoded], sources, references, answers)
+        files: dict[str, bytes | Path] = {
+            **{file: Path(folder, file) for file in (ENCODER_FILE, DECODER_FILE)},
+            **{file: checkpoint.folder / file for file in checkpoint.tokenizer_files.values()},
+            GOLDEN_FILE: _golden_lines(golden),
+        }
+        if notice is not None:
+            files["NOTICE"] = notice
+        graphs = dataclasses.replace(graphs, parity=parity.figures())
+        bundle = save_bundle(dataclasses.replace(manifest, graphs=(graphs,)), files, out, overwrite=overwrite)
     return ExportResult(bundle, parity, len(golden), len(texts) - len(encoded))
+
+
+def _trace_into(folder: Path, module: EncoderGraph | DecoderGraph, file: str) -> Graph:
+    traced = trace(module, file)
+    (folder / file).write_bytes(traced.content)
+    return traced.declaration
 
 
 def _encode(checkpoint: LoadedCheckpoint, tokenizer: SourceTokenizer, text: str) -> tuple[int, ...] | None:

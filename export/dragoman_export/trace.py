@@ -62,8 +62,8 @@ def checked(file: str, model: onnx.ModelProto, required: dict[str, int]) -> Trac
     Raises ExportError naming the node, the graph, and both counts.
     """
     exported = _checked_nodes(file, "as exported", model, required)
-    onnx.checker.check_model(model)
     content = model.SerializeToString(deterministic=True)
+    onnx.checker.check_model(content)
     in_runtime = onnx.load_from_string(optimized_graph(file, content))
     optimized = _checked_nodes(file, "as optimised by ONNX Runtime", in_runtime, required)
     inputs, outputs = _specs(model.graph.input), _specs(model.graph.output)

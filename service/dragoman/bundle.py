@@ -313,27 +313,29 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         )
 
 
-def save_bundle(manifest: Manifest, files: Mapping[str, bytes], path: Path, *, overwrite: bool = False) -> ModelBundle:
+def save_bundle(
+    manifest: Manifest, files: Mapping[str, bytes | Path], path: Path, *, overwrite: bool = False
+) -> ModelBundle:
     """Write a bundle in one move: whoever looks at ``path`` sees nothing (or the bundle before it) or all of it.
 
-    ``manifest.files`` is filled in here. With ``overwrite``, a bundle at ``path`` gives way when the new one is whole,
-    and stays as it was when writing fails. Raises BundleError when ``path`` exists otherwise, or a name is not a plain
+    ``files`` are contents, or files to copy. ``manifest.files`` is filled in here. With ``overwrite``, a bundle at
+    ``path`` gives way when the new one is whole, and stays as it was when writing fails. Raises BundleError when ``path`` exists otherwise, or a name is not a plain
     file name.
     """
     check_free(path, overwrite=overwrite)
     target = path.resolve()  # of a link, what it points to is replaced
-    entries = {
-        name: FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-        for name, content in sorted(files.items())
-    }
-    manifest = dataclasses.replace(manifest, files=entries)
+    manifest = dataclasses.replace(manifest, files={name: _entry(files[name]) for name in sorted(files)})
     _check_references(manifest)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         for name, content in {**files, MANIFEST_NAME: manifest.to_json().encode()}.items():
             with (work / name).open("wb") as out:
-                out.write(content)
+                if isinstance(content, Path):
+                    with content.open("rb") as source:
+                        shutil.copyfileobj(source, out)
+                else:
+                    out.write(content)
                 out.flush()
                 os.fsync(out.fileno())
         work.chmod(0o755)
@@ -343,6 +345,13 @@ def save_bundle(manifest: Manifest, files: Mapping[str, bytes], path: Path, *, o
     finally:
         shutil.rmtree(work, ignore_errors=True)  # what is left under this name: nothing, or the bundle before
     return ModelBundle.load(path)
+
+
+def _entry(content: bytes | Path) -> FileEntry:
+    if isinstance(content, bytes):
+        return FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    with content.open("rb") as file:
+        return FileEntry(bytes=content.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def _put(work: Path, target: Path) -> None:

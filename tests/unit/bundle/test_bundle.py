@@ -248,6 +248,14 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_files_may_be_given_by_their_place(tmp_path):
+    """What is large need not be held in memory: the copy has the same size, hash and bytes."""
+    (tmp_path / "graph").write_bytes(FILES["none.onnx"])
+    given = save_bundle(scripted_manifest(), {**FILES, "none.onnx": tmp_path / "graph"}, tmp_path / "given")
+    assert given.manifest == save_bundle(scripted_manifest(), FILES, tmp_path / "held").manifest
+    assert given.read("none.onnx") == FILES["none.onnx"]
+
+
 def test_an_unknown_graph_set_lists_those_that_exist(bundle):
     """The message says what could be asked for."""
     with pytest.raises(BundleError, match="cuda/fp16; it has cpu/fp32"):
