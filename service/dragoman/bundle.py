@@ -319,8 +319,8 @@ def save_bundle(
     """Write a bundle in one move: whoever looks at ``path`` sees nothing (or the bundle before it) or all of it.
 
     ``files`` are contents, or files to copy. ``manifest.files`` is filled in here. With ``overwrite``, a bundle at
-    ``path`` gives way when the new one is whole, and stays as it was when writing fails. Raises BundleError when ``path`` exists otherwise, or a name is not a plain
-    file name.
+    ``path`` gives way when the new one is whole, and stays as it was when writing fails. Raises BundleError when
+    ``path`` exists otherwise, or a name is not a plain file name.
     """
     check_free(path, overwrite=overwrite)
     target = path.resolve()  # of a link, what it points to is replaced
