@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +19,7 @@ import dragoman
 from dragoman.bundle import (
     FORMAT_VERSION,
     GoldenCase,
+    Graph,
     GraphSet,
     Limits,
     Manifest,
@@ -25,6 +28,7 @@ from dragoman.bundle import (
     SpecialIds,
     TokenizerEntry,
     Tokenizers,
+    check_free,
     save_bundle,
 )
 from dragoman.engine.runner import OrtModel, OrtRunner
@@ -38,6 +42,8 @@ from dragoman_export.trace import OPSET, trace
 from dragoman_export.verify import Parity, golden_set, verify
 from dragoman_training.checkpoint import LoadedCheckpoint
 from dragoman_training.data import encode_source
+from dragoman_training.model import Transformer
+from dragoman_training.tokenizer import SpecialIds as TrainingSpecialIds
 from dragoman_training.tokenizer import Tokenizer
 
 ENCODER_FILE, DECODER_FILE = "encoder.cpu.fp32.onnx", "decoder.cpu.fp32.onnx"
@@ -65,42 +71,55 @@ def export(
     version: str,
     quality: Mapping[str, float | str] | None = None,
     notice: bytes | None = None,
+    overwrite: bool = False,
 ) -> ExportResult:
     """Export for the CPU in fp32. ``texts`` (dev sources) are what the comparison with PyTorch runs on.
 
-    Those that the model would refuse are left out and counted. Raises ExportError when a check fails, BundleError when
-    ``out`` exists.
+    Those that the model would refuse are left out and counted. The same checkpoint and texts give the same bundle, byte
+    for byte, but for ``created`` and the manifest's checksum. Raises ExportError when a check fails, BundleError when
+    ``out`` exists (with ``overwrite``: and is no bundle).
     """
+    check_free(out, overwrite=overwrite)
     vocabularies = {
         side: load_vocabulary(tokenizer.kind, checkpoint.folder / checkpoint.tokenizer_files[side])
         for side, tokenizer in (("source", checkpoint.source_tokenizer), ("target", checkpoint.target_tokenizer))
     }
+    check_special_ids(checkpoint.special, vocabularies["target"])
     tokenizer = SourceTokenizer(vocabularies["source"], (), (checkpoint.special.eos,))
     encoded = [(text, source) for text in texts if (source := _encode(checkpoint, tokenizer, text)) is not None]
     if not encoded:
         raise ExportError(f"the model accepts none of the {len(texts)} sources: give dev sources to compare on")
     sources = [source for _, source in encoded]
     model = checkpoint.model.eval()
-    encoder = trace(EncoderGraph(model), ENCODER_FILE)
-    decoder = trace(DecoderGraph(model), DECODER_FILE)
-    graphs = GraphSet("cpu", "fp32", OPSET, encoder.declaration, decoder.declaration, GOLDEN_FILE, {})
-    manifest = _manifest(checkpoint, vocabularies, graphs, name, version, quality)
-    files = {
-        ENCODER_FILE: encoder.content,
-        DECODER_FILE: decoder.content,
-        **{file: (checkpoint.folder / file).read_bytes() for file in checkpoint.tokenizer_files.values()},
-    }
-    runner = OrtRunner(OrtModel(manifest.model, graphs, files.__getitem__), VERIFY_SLOTS, VERIFY_KV_CACHE_BYTES)
-    rules = token_rules(manifest)
-    parity, references = verify(model, runner, rules, sources, manifest.limits.max_new_tokens, checkpoint.special)
-    _check_decoding(checkpoint, TargetTokenizer(vocabularies["target"]), [tuple(r.tokens) for r in references])
-    golden = golden_set(model, rules, [text for text, _ in encoded], sources, references)
-    files[GOLDEN_FILE] = _golden_lines(golden)
-    if notice is not None:
-        files["NOTICE"] = notice
-    graphs = dataclasses.replace(graphs, parity=parity.figures())
-    bundle = save_bundle(dataclasses.replace(manifest, graphs=(graphs,)), files, out)
+    with tempfile.TemporaryDirectory() as folder:  # graphs wait on the disk: each is as large as its weights
+        encoder = _trace_into(Path(folder), EncoderGraph(model), ENCODER_FILE)
+        decoder = _trace_into(Path(folder), DecoderGraph(model), DECODER_FILE)
+        graphs = GraphSet("cpu", "fp32", OPSET, encoder, decoder, GOLDEN_FILE, {})
+        manifest = _manifest(checkpoint, vocabularies, graphs, name, version, quality)
+        opened = OrtModel(
+            manifest.model, graphs, lambda file: Path(folder, file).read_bytes(), num_threads=torch.get_num_threads()
+        )
+        runner = OrtRunner(opened, VERIFY_SLOTS, VERIFY_KV_CACHE_BYTES)
+        rules = token_rules(manifest)
+        parity, references = verify(model, runner, rules, sources, manifest.limits.max_new_tokens, checkpoint.special)
+        answers = _decode(checkpoint, TargetTokenizer(vocabularies["target"]), [tuple(r.tokens) for r in references])
+        golden = golden_set(model, rules, [text for text, _ in encoded], sources, references, answers)
+        files: dict[str, bytes | Path] = {
+            **{file: Path(folder, file) for file in (ENCODER_FILE, DECODER_FILE)},
+            **{file: checkpoint.folder / file for file in checkpoint.tokenizer_files.values()},
+            GOLDEN_FILE: _golden_lines(golden),
+        }
+        if notice is not None:
+            files["NOTICE"] = notice
+        graphs = dataclasses.replace(graphs, parity=parity.figures())
+        bundle = save_bundle(dataclasses.replace(manifest, graphs=(graphs,)), files, out, overwrite=overwrite)
     return ExportResult(bundle, parity, len(golden), len(texts) - len(encoded))
+
+
+def _trace_into(folder: Path, module: EncoderGraph | DecoderGraph, file: str) -> Graph:
+    traced = trace(module, file)
+    (folder / file).write_bytes(traced.content)
+    return traced.declaration
 
 
 def _encode(checkpoint: LoadedCheckpoint, tokenizer: SourceTokenizer, text: str) -> tuple[int, ...] | None:
@@ -117,14 +136,38 @@ def _encode(checkpoint: LoadedCheckpoint, tokenizer: SourceTokenizer, text: str)
     return source if text.strip() and len(source) <= checkpoint.max_source_tokens else None
 
 
-def _check_decoding(
-    checkpoint: LoadedCheckpoint, tokenizer: TargetTokenizer, answers: Sequence[tuple[int, ...]]
-) -> None:
-    """Raises ExportError unless the service makes the same text of the model's answers as training does."""
+def _decode(checkpoint: LoadedCheckpoint, tokenizer: TargetTokenizer, answers: Sequence[tuple[int, ...]]) -> list[str]:
+    """The texts of the model's answers. Raises ExportError unless the service makes the same of them as training."""
+    texts = []
     for tokens in answers:
         served, trained = tokenizer.decode(tokens), checkpoint.target_tokenizer.decode(tokens)
         if served != trained:
             raise ExportError(f"the service decodes {list(tokens)} to {served!r}, training to {trained!r}")
+        texts.append(served)
+    return texts
+
+
+def check_special_ids(special: TrainingSpecialIds, vocabulary: Vocabulary) -> None:
+    """Raises ExportError unless each id is that of the token that it is named after: training knows no others.
+
+    A comparison with PyTorch cannot tell, because both sides would start and end by the same wrong id.
+    """
+    names = {"pad": "<pad>", "bos": "<s>", "eos": "</s>", "unk": "<unk>", "decoder_start": "<s>"}
+    for name, token in names.items():
+        index, right = getattr(special, name), vocabulary.tokens.index(token)
+        if index != right:
+            raise ExportError(
+                f"special_ids.{name} of the checkpoint is {index}; models are trained with {right}, the id of {token}"
+            )
+
+
+def weights_sha256(model: Transformer) -> str:
+    """One hash of all parameters with their names and shapes: the same wherever the checkpoint lies."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
+        digest.update(parameter.detach().contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 def _manifest(
@@ -160,7 +203,7 @@ def _manifest(
         graphs=(graphs,),
         quality=dict(quality) if quality else {"status": "unmeasured"},
         provenance={
-            "checkpoint": checkpoint.folder.name,
+            "weights_sha256": weights_sha256(checkpoint.model),
             "training": json.dumps(checkpoint.record["training"], sort_keys=True),
             "data": json.dumps(checkpoint.record["data"], sort_keys=True),
             "dragoman": dragoman.__version__,

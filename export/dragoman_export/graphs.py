@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dragoman_export.counts import decoder_nodes, encoder_nodes
 from dragoman_export.fused import FusedAttention
 from dragoman_training.model import KeyValue, Transformer
 
@@ -55,9 +56,10 @@ class EncoderGraph(nn.Module):
         """A value for each input name, as ``forward`` takes them."""
         return list(values.values())
 
-    def expected_nodes(self) -> dict[str, int]:
-        """How many of each fused node the model's shape requires."""
-        return {"MultiHeadAttention": self.model.config.encoder_layers}
+    def required_nodes(self) -> dict[str, int]:
+        """How many of each node the model's shape requires."""
+        config = self.model.config
+        return encoder_nodes(config.encoder_layers, config.decoder_layers, final_norm=config.norm_first)
 
 
 class DecoderGraph(nn.Module):
@@ -113,9 +115,10 @@ class DecoderGraph(nn.Module):
         flat, tensors = list(values.values()), 2 * self.model.config.decoder_layers
         return [*flat[: -2 * tensors], flat[-2 * tensors : -tensors], flat[-tensors:]]
 
-    def expected_nodes(self) -> dict[str, int]:
-        """How many of each fused node the model's shape requires: self- and cross-attention of each layer."""
-        return {"GroupQueryAttention": 2 * self.model.config.decoder_layers}
+    def required_nodes(self) -> dict[str, int]:
+        """How many of each node the model's shape requires."""
+        config = self.model.config
+        return decoder_nodes(config.decoder_layers, final_norm=config.norm_first)
 
 
 def _names(kind: str, layers: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""A graph module to ONNX, with its shape declared and its fused nodes counted.
+"""A graph module to ONNX, with its shape declared and its nodes counted.
 
 The default domain stays at opset 23: ONNX Runtime has kernels for it on every provider, while later opsets make some
 operators expand into many nodes without a word.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ import onnx
 import torch
 
 from dragoman.bundle import Graph, TensorSpec
+from dragoman.engine.runner import optimized_graph
+from dragoman_export.counts import check_caches, check_nodes, count_nodes
 from dragoman_export.errors import ExportError
 from dragoman_export.graphs import DecoderGraph, EncoderGraph, Signature
 from dragoman_training.attention import TorchAttention
 
 OPSET = 23
-COUNTED = ("MultiHeadAttention", "GroupQueryAttention")
-FORBIDDEN = ("Softmax", "If", "Loop", "Scan", "Attention")  # attention that was left unfused, control flow
+MAX_FILE_BYTES = (1 << 31) - 1  # of one protobuf message
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class TracedGraph:
 
 
 def trace(module: EncoderGraph | DecoderGraph, file: str) -> TracedGraph:
-    """Raises ExportError when the graph's shape or its fused nodes are not what the model requires."""
+    """Raises ExportError when the graph's shape or its nodes, before or after ONNX Runtime's own optimisation, are not
+    what the model requires."""
     signature = module.signature()
     try:
         model = _export(module.eval(), signature)
@@ -47,36 +48,33 @@ def trace(module: EncoderGraph | DecoderGraph, file: str) -> TracedGraph:
         ("output", model.graph.output, signature.outputs),
     ):
         _declare(file, kind, values, declared)
-    counts = count_nodes(model)
-    check_counts(file, counts, module.expected_nodes())
-    onnx.checker.check_model(model)
-    return TracedGraph(
-        content=model.SerializeToString(deterministic=True),
-        declaration=Graph(
-            file=file,
-            inputs=_specs(model.graph.input),
-            outputs=_specs(model.graph.output),
-            fused_nodes={name: counts[name] for name in COUNTED if counts[name]},
-        ),
-    )
+    if (size := model.ByteSize()) > MAX_FILE_BYTES:
+        raise ExportError(
+            f"{file} would have {size} bytes; an ONNX file holds at most {MAX_FILE_BYTES}, weights included: this "
+            "version exports no larger model"
+        )
+    return checked(file, model, module.required_nodes())
 
 
-def count_nodes(model: onnx.ModelProto) -> Counter[str]:
-    """How many nodes of each operator the graph holds, functions included."""
-    nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
-    return Counter(node.op_type for node in nodes)
+def checked(file: str, model: onnx.ModelProto, required: dict[str, int]) -> TracedGraph:
+    """The graph as a file, its nodes counted and checked as they are and as ONNX Runtime optimises them.
+
+    Raises ExportError naming the node, the graph, and both counts.
+    """
+    exported = _checked_nodes(file, "as exported", model, required)
+    content = model.SerializeToString(deterministic=True)
+    onnx.checker.check_model(content)
+    in_runtime = onnx.load_from_string(optimized_graph(file, content))
+    optimized = _checked_nodes(file, "as optimised by ONNX Runtime", in_runtime, required)
+    inputs, outputs = _specs(model.graph.input), _specs(model.graph.output)
+    return TracedGraph(content, Graph(file, inputs, outputs, required, exported, optimized))
 
 
-def check_counts(file: str, counts: Counter[str], expected: dict[str, int]) -> None:
-    """Raises ExportError unless exactly the expected fused attention nodes are there, and no unfused one."""
-    problems = [
-        f"{counts[name]} {name} nodes instead of {expected.get(name, 0)}"
-        for name in COUNTED
-        if counts[name] != expected.get(name, 0)
-    ]
-    problems += [f"{counts[name]} {name} nodes instead of none" for name in FORBIDDEN if counts[name]]
-    if problems:
-        raise ExportError(f"{file} has {', '.join(problems)}: attention is not fused as the model requires")
+def _checked_nodes(file: str, stage: str, model: onnx.ModelProto, required: dict[str, int]) -> dict[str, int]:
+    nodes = count_nodes(model)
+    check_nodes(file, stage, nodes, required)
+    check_caches(file, stage, model)
+    return nodes
 
 
 def _export(module: EncoderGraph | DecoderGraph, signature: Signature) -> onnx.ModelProto:

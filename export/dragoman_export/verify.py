@@ -171,6 +171,7 @@ def golden_set(
     texts: Sequence[str],
     sources: Sequence[Source],
     references: Sequence[Hypothesis],
+    answers: Sequence[str],
 ) -> list[GoldenCase]:
     """Sources, short and long, whose every step is decided by at least GOLDEN_GAP.
 
@@ -187,7 +188,8 @@ def golden_set(
         logits[:, list(rules.never_generated)] = -np.inf
         best_two = np.sort(logits, axis=1)[:, -2:]  # (T, 2)
         if float((best_two[:, 1] - best_two[:, 0]).min()) >= GOLDEN_GAP:
-            cases.append(GoldenCase(texts[index], sources[index], tuple(hypothesis.tokens), hypothesis.score))
+            tokens = tuple(hypothesis.tokens)
+            cases.append(GoldenCase(texts[index], sources[index], tokens, hypothesis.score, answers[index]))
     if not cases:
         raise ExportError(
             f"no golden set can be made: for none of {len(sources)} sources does the model prefer its best token to "

@@ -9,11 +9,13 @@ It does not know what a graph means; ``engine/runner.py`` checks signatures agai
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 import types
 import typing
@@ -101,12 +103,25 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Graph:
-    """One ONNX file, its signature, and how many of each fused node it holds."""
+    """One ONNX file, its signature, and its nodes: how many of each operator.
+
+    ``required_nodes`` follows from the model's shape, zeros included; a key may name several operators, joined by "+",
+    whose sum it is. ``exported_nodes`` are the file's, ``optimized_nodes`` those that ONNX Runtime had made of them
+    when it opened the file for the export. Both hold what is required. Attention with a cache has two kinds,
+    ``GroupQueryAttention(self)`` and ``GroupQueryAttention(cross)``.
+    """
 
     file: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    fused_nodes: dict[str, int]
+    required_nodes: dict[str, int]
+    exported_nodes: dict[str, int]
+    optimized_nodes: dict[str, int]
+
+    def __post_init__(self) -> None:
+        for stage, nodes in (("as exported", self.exported_nodes), ("as optimised", self.optimized_nodes)):
+            if problems := wrong_counts(self.required_nodes, nodes):
+                raise BundleError(f"{self.file} {stage}: {problems}")
 
 
 @dataclass(frozen=True)
@@ -132,12 +147,16 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class GoldenCase:
-    """One line of a golden set: a source and the exact answer. Every step's best two logits are at least 0.1 apart."""
+    """One line of a golden set: a text, its tokens, and the exact answer, as tokens and as text.
+
+    Every step's best two logits are at least 0.1 apart.
+    """
 
     text: str
     source: tuple[int, ...]
     tokens: tuple[int, ...]
     score: float
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -220,7 +239,7 @@ class ModelBundle:
         """Read the manifest and check every file. Raises BundleError naming the file at fault; opens no graph."""
         manifest = load_manifest(path)
         for name, entry in manifest.files.items():
-            _check_file(path / name, entry)
+            check_file(path / name, entry)
         return cls(path, manifest)
 
     def file(self, name: str) -> Path:
@@ -250,6 +269,21 @@ class ModelBundle:
             yield case
 
 
+def count_of(kind: str, nodes: Mapping[str, int]) -> int:
+    """How many nodes there are of a key of ``Graph.required_nodes``."""
+    return sum(nodes.get(name, 0) for name in kind.split("+"))
+
+
+def wrong_counts(required: Mapping[str, int], nodes: Mapping[str, int]) -> str:
+    """The kinds of which there are not as many nodes as required, with both counts; empty if there is none."""
+    counts = {kind: count_of(kind, nodes) for kind in required}
+    return ", ".join(
+        f"{counts[kind]} {kind} nodes instead of {number}"
+        for kind, number in required.items()
+        if counts[kind] != number
+    )
+
+
 def load_manifest(path: Path) -> Manifest:
     """Read a bundle's manifest alone. Raises BundleError naming the file."""
     file = path / MANIFEST_NAME
@@ -267,33 +301,91 @@ def load_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def save_bundle(manifest: Manifest, files: Mapping[str, bytes], path: Path) -> ModelBundle:
-    """Write a bundle in one move: whoever looks at ``path`` sees nothing or all of it.
+def check_free(path: Path, *, overwrite: bool) -> None:
+    """Raises BundleError where ``save_bundle`` would not write: something is there; with ``overwrite``, no bundle."""
+    if not path.exists():
+        return
+    if not overwrite:
+        raise BundleError(f"{path} exists already: choose another folder, or overwrite the bundle with --force")
+    if not (path / MANIFEST_NAME).is_file():
+        raise BundleError(
+            f"{path} is no bundle, it has no {MANIFEST_NAME}: it is not overwritten, choose another folder"
+        )
 
-    ``manifest.files`` is filled in here. Raises BundleError when ``path`` exists or a name is not a plain file name.
+
+def save_bundle(
+    manifest: Manifest, files: Mapping[str, bytes | Path], path: Path, *, overwrite: bool = False
+) -> ModelBundle:
+    """Write a bundle in one move: whoever looks at ``path`` sees nothing (or the bundle before it) or all of it.
+
+    ``files`` are contents, or files to copy. ``manifest.files`` is filled in here. With ``overwrite``, a bundle at
+    ``path`` gives way when the new one is whole, and stays as it was when writing fails. Raises BundleError when
+    ``path`` exists otherwise, or a name is not a plain file name.
     """
-    if path.exists():
-        raise BundleError(f"{path} exists already: choose another folder or remove it")
-    entries = {
-        name: FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-        for name, content in sorted(files.items())
-    }
-    manifest = dataclasses.replace(manifest, files=entries)
+    check_free(path, overwrite=overwrite)
+    target = path.resolve()  # of a link, what it points to is replaced
+    manifest = dataclasses.replace(manifest, files={name: _entry(files[name]) for name in sorted(files)})
     _check_references(manifest)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         for name, content in {**files, MANIFEST_NAME: manifest.to_json().encode()}.items():
             with (work / name).open("wb") as out:
-                out.write(content)
+                if isinstance(content, Path):
+                    with content.open("rb") as source:
+                        shutil.copyfileobj(source, out)
+                else:
+                    out.write(content)
                 out.flush()
                 os.fsync(out.fileno())
         work.chmod(0o755)
-        work.rename(path)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+        _flush_folder(work)
+        _put(work, target)
+        _flush_folder(target.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)  # what is left under this name: nothing, or the bundle before
     return ModelBundle.load(path)
+
+
+def _entry(content: bytes | Path) -> FileEntry:
+    if isinstance(content, bytes):
+        return FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    with content.open("rb") as file:
+        return FileEntry(bytes=content.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _put(work: Path, target: Path) -> None:
+    """Give ``work`` the name ``target``; a folder of that name is swapped into ``work``."""
+    if not target.exists():
+        work.rename(target)
+    elif not _swap(work, target):
+        # Between these two moves there is neither: what a file system that cannot swap has to offer.
+        old = work.with_name(f"{work.name}-old")
+        target.rename(old)
+        try:
+            work.rename(target)
+        except BaseException:
+            old.rename(target)
+            raise
+        old.rename(work)
+
+
+def _swap(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False where the system cannot. See renameat2(2) of Linux."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    at_current_folder, exchange = -100, 2
+    return renameat2 is not None and not renameat2(
+        at_current_folder, os.fsencode(one), at_current_folder, os.fsencode(other), exchange
+    )
+
+
+def _flush_folder(path: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _check_positive(name: str, counts: ModelShape | Limits) -> None:
@@ -302,16 +394,27 @@ def _check_positive(name: str, counts: ModelShape | Limits) -> None:
             raise BundleError(f"{name}.{key} is {value}; it must be at least 1")
 
 
-def _check_file(path: Path, entry: FileEntry) -> None:
+def check_size(path: Path, entry: FileEntry) -> None:
+    """Raises BundleError unless the file is there, of the declared size. Reads nothing of it."""
     try:
-        if path.exists() and not path.is_file():  # reading a pipe would wait for ever
-            raise BundleError(f"{path} is no regular file: copy the bundle again")
-        content = path.read_bytes()
+        status = path.stat()
     except OSError as error:
         raise BundleError(f"cannot read {path}: {error.strerror or error}") from error
-    if len(content) != entry.bytes:
-        raise BundleError(f"{path} has {len(content)} bytes; its manifest says {entry.bytes}: copy the bundle again")
-    if hashlib.sha256(content).hexdigest() != entry.sha256:
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
+        raise BundleError(f"{path} is no regular file: copy the bundle again")
+    if status.st_size != entry.bytes:
+        raise BundleError(f"{path} has {status.st_size} bytes; its manifest says {entry.bytes}: copy the bundle again")
+
+
+def check_file(path: Path, entry: FileEntry) -> None:
+    """Raises BundleError unless the file is, byte for byte, the declared one."""
+    check_size(path, entry)
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise BundleError(f"cannot read {path}: {error.strerror or error}") from error
+    if digest != entry.sha256:
         raise BundleError(f"{path} is damaged: its SHA-256 differs from the manifest's: copy the bundle again")
 
 

@@ -10,7 +10,7 @@ from dragoman.config import EngineConfig
 from dragoman.engine.engine import Engine
 from dragoman.engine.kv import kv_cache_bytes
 from dragoman.engine.replica import TokenRules, generate_all
-from dragoman.errors import BundleError, ConfigError, DragomanError
+from dragoman.errors import BundleError, ConfigError, DragomanError, RequestError
 from dragoman.pipeline import TextLimits, TextPipeline
 from dragoman.tokenizer import SourceTokenizer, TargetTokenizer
 from dragoman.types import GenerationRequest, GenerationResult, Runner, StatsListener
@@ -54,12 +54,14 @@ class ServedModel:
         bundle = ModelBundle.load(path)
         graphs = bundle.graph_set(provider, precision)
         source, target = load_tokenizers(bundle)
+        cases = list(bundle.golden(graphs))
+        check_golden_texts(source, target, cases, graphs.golden)
         model = OrtModel(bundle.manifest.model, graphs, bundle.read, config.num_threads)
         check_kv_cache(bundle.manifest, config)
         runners = [OrtRunner(model, config.num_slots, config.max_kv_cache_bytes) for _ in range(config.num_replicas)]
         rules = token_rules(bundle.manifest)
         for runner in runners:
-            replay_golden(runner, rules, list(bundle.golden(graphs)), config, graphs.golden)
+            replay_golden(runner, rules, cases, config, graphs.golden)
         engine = Engine(runners, rules, config, listener)
         return cls(bundle, graphs, engine, TextPipeline(bundle.manifest, source, target, engine, limits))
 
@@ -119,6 +121,24 @@ def _load_vocabulary(bundle: ModelBundle, entry: TokenizerEntry) -> Vocabulary:
             "belongs to another model"
         )
     return vocabulary
+
+
+def check_golden_texts(source: SourceTokenizer, target: TargetTokenizer, cases: list[GoldenCase], name: str) -> None:
+    """Raises BundleError unless the tokenizers make of every golden case's texts the tokens that belong to them."""
+    for case in cases:
+        try:
+            encoded = source.encode(case.text)
+        except RequestError as error:
+            raise BundleError(f"{name}: the source tokenizer refuses {case.text!r}: {error}") from error
+        for side, found, expected in (
+            ("source", list(encoded), list(case.source)),
+            ("target", target.decode(case.tokens), case.answer),
+        ):
+            if found != expected:
+                raise BundleError(
+                    f"{name}: the {side} tokenizer gives {found!r} for {case.text!r}, expected {expected!r}: it "
+                    "belongs to another model"
+                )
 
 
 def replay_golden(runner: Runner, rules: TokenRules, cases: list[GoldenCase], config: EngineConfig, name: str) -> None:

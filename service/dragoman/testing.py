@@ -88,7 +88,7 @@ class ScriptedRunner:
 def scripted_manifest(name: str = "scripted", limits: Limits | None = None) -> Manifest:
     """A manifest for ``VOCABULARY`` on both sides; its files do not exist."""
     size = len(VOCABULARY.tokens)
-    graph = Graph("none.onnx", (), (), {})
+    graph = Graph("none.onnx", (), (), {}, {}, {})
     return Manifest(
         format_version=FORMAT_VERSION,
         name=name,

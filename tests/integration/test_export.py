@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import random
+import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import onnx
@@ -70,8 +73,14 @@ def resaved(bundle, path, manifest=None, **files):
 def test_the_manifest_tells_what_was_checked(bundle, checkpoint):
     """Counts, parity, limits, special ids and provenance stand in the manifest; no path of the machine does."""
     (graphs,) = bundle.manifest.graphs
-    assert graphs.encoder.fused_nodes == {"MultiHeadAttention": 1}
-    assert graphs.decoder.fused_nodes == {"GroupQueryAttention": 2}
+    for graph, fused in (
+        (graphs.encoder, {"MultiHeadAttention": 1, "LayerNormalization": 3, "MatMul": 8}),
+        (graphs.decoder, {"GroupQueryAttention(self)": 1, "GroupQueryAttention(cross)": 1, "MatMul": 9}),
+    ):
+        for nodes in (graph.exported_nodes, graph.optimized_nodes):
+            assert {kind: nodes[kind] for kind in fused} == fused
+            assert "Softmax" not in nodes
+        assert graph.required_nodes["Softmax"] == 0
     assert graphs.parity["max_logit_difference"] < 1e-3 and graphs.parity["num_greedy_sources"] == 300
     assert bundle.manifest.limits.max_source_tokens == checkpoint.max_source_tokens
     assert bundle.manifest.provenance["torch"] == torch.__version__
@@ -224,8 +233,34 @@ class UnfusedEncoder(EncoderGraph):
 
 def test_attention_left_unfused_fails_the_export(checkpoint):
     """A module that computes attention itself has the wrong node counts, and the message says so."""
-    with pytest.raises(ExportError, match=r"0 MultiHeadAttention nodes instead of 1"):
+    message = r"encoder\.onnx as exported has 0 MultiHeadAttention nodes instead of 1, .*1 Attention nodes instead of 0"
+    with pytest.raises(ExportError, match=message):
         trace(UnfusedEncoder(checkpoint.model), "encoder.onnx")
+
+
+def exported_elsewhere(run, dev, folder, *options):
+    """The run copied to another folder, and exported there from within that folder."""
+    shutil.copytree(run, folder / "run", symlinks=True)
+    shutil.copy(dev, folder / "words")
+    command = [sys.executable, "-m", "dragoman.cli.main", "export", "run", "--sources", "words", "--out", "reverse"]
+    return subprocess.run([*command, *options], cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_the_same_checkpoint_gives_the_same_bundle_from_anywhere(bundle, reverse_run, reverse_data, tmp_path):
+    """Copied, under another name, over an older bundle: every byte is the same but for the moment of the export."""
+    resaved(bundle, tmp_path / "reverse", dataclasses.replace(bundle.manifest, version="older"))
+    done = exported_elsewhere(reverse_run.resolve(), reverse_data / "dev.source", tmp_path, "--force")
+    assert done.returncode == 0, done.stderr
+    for graph in ("encoder", "decoder"):
+        header = rf"{graph}\.cpu\.fp32\.onnx +required +exported +optimised"
+        assert re.search(rf"^{header}$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  GroupQueryAttention\(self\) +1 +1 +1$", done.stdout, re.MULTILINE)
+    other = ModelBundle.load(tmp_path / "reverse")
+    assert {name: other.read(name) for name in other.manifest.files} == {
+        name: bundle.read(name) for name in bundle.manifest.files
+    }
+    then = dataclasses.replace(other.manifest, created=bundle.manifest.created)
+    assert then.to_json().encode() == bundle.read("manifest.json")
 
 
 def damaged(bundle, graph, change):

@@ -58,9 +58,10 @@ def test_the_export_does_not_load_the_server():
     assert loaded.isdisjoint({"grpc", "prometheus_client"})
 
 
-def test_the_bundle_format_needs_the_standard_library_alone():
-    """A bundle can be read and written where nothing but Python is installed."""
-    loaded = loaded_by("dragoman.bundle") - {"dragoman", "__main__", "__mp_main__"}
+@pytest.mark.parametrize("module", ["dragoman.bundle", "dragoman.inspection"])
+def test_the_bundle_format_needs_the_standard_library_alone(module):
+    """A bundle can be read, written and shown where nothing but Python is installed."""
+    loaded = loaded_by(module) - {"dragoman", "__main__", "__mp_main__"}
 
     # What a bare interpreter has loaded here (start-up hooks of site-packages) is not the bundle's doing.
     assert loaded - loaded_by() <= set(sys.stdlib_module_names)

@@ -1,7 +1,8 @@
 """Turn a checkpoint into a verified ONNX bundle.
 
-Traces encoder and decoder with fused attention, counts the fused nodes, compares logits and greedy output with PyTorch
-on the given sources, and writes the bundle. If any check fails, nothing is written and the exit status is 2.
+Traces encoder and decoder with fused attention, counts the nodes of both as exported and as ONNX Runtime optimises
+them, compares logits and greedy output with PyTorch on the given sources, and writes the bundle. If any check fails,
+nothing is written and the exit status is 2.
 
   dragoman export runs/g2p-en --sources g2p-data/dev.source --out bundles/g2p-en
 """
@@ -21,7 +22,10 @@ EXTRA: str | None = "cpu,export"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("checkpoint", type=Path, metavar="RUN", help="a run (its best checkpoint) or one checkpoint")
-    parser.add_argument("--out", type=Path, required=True, metavar="BUNDLE", help="the folder to make; must not exist")
+    parser.add_argument("--out", type=Path, required=True, metavar="BUNDLE", help="the folder to make")
+    parser.add_argument(
+        "--force", action="store_true", help="replace the bundle that is there, in one step when the new one is whole"
+    )
     parser.add_argument("--name", help="the model's name in the service (default: the name of the folder)")
     parser.add_argument(
         "--model-version", default="1", metavar="VERSION", help="the model's version in the service (default: 1)"
@@ -55,13 +59,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from dragoman_export.errors import ExportError
+    from dragoman.bundle import check_free
+    from dragoman.inspection import node_table
     from dragoman_export.exporter import export
     from dragoman_training.checkpoint import load_model
     from dragoman_training.corpus import read_lines
 
-    if args.out.exists():
-        raise ExportError(f"{args.out} exists already: choose another folder or remove it")
+    check_free(args.out, overwrite=args.force)  # before anything takes its time
     checkpoint = load_model(args.checkpoint)
     result = export(
         checkpoint,
@@ -71,6 +75,7 @@ def _export(args: argparse.Namespace) -> None:
         version=args.model_version,
         quality=_quality(args.quality) if args.quality else None,
         notice=args.notice.read_bytes() if args.notice else None,
+        overwrite=args.force,
     )
     manifest = result.bundle.manifest
     for side, entry in (("source", manifest.tokenizers.source), ("target", manifest.tokenizers.target)):
@@ -79,8 +84,7 @@ def _export(args: argparse.Namespace) -> None:
     graphs = manifest.graphs[0]
     size = sum(entry.bytes for entry in manifest.files.values())
     for graph in (graphs.encoder, graphs.decoder):
-        counts = ", ".join(f"{count} {name}" for name, count in graph.fused_nodes.items())
-        print(f"{graph.file}: {counts}, as the model requires")
+        print("\n".join(node_table(graph)))
     parity = result.parity
     print(f"logits: at most {parity.max_logit_difference:.2g} from PyTorch's, at every step of ragged batches")
     skipped = f" ({result.num_skipped_sources} more are none that it accepts)" if result.num_skipped_sources else ""

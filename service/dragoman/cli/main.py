@@ -28,6 +28,7 @@ examples:
   dragoman train g2p-en --out runs/g2p-en
   dragoman evaluate runs/g2p-en --source g2p-data/test.source --target g2p-data/test.target
   dragoman export runs/g2p-en --sources g2p-data/dev.source --out bundles/g2p-en
+  dragoman inspect bundles/g2p-en --verify
   dragoman serve bundles/g2p-en
 
 Every command explains itself: dragoman COMMAND --help

@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,7 @@ FILES = {
     "source.json": b'{"a": 1}',
     "target.json": b'{"b": 2}',
     "none.onnx": bytes(range(256)) * 20,
-    "golden.jsonl": b'{"text": "ab", "source": [4, 5, 2], "tokens": [4, 5], "score": -0.5}\n',
+    "golden.jsonl": b'{"text": "ab", "source": [4, 5, 2], "tokens": [4, 5], "score": -0.5, "answer": "ab"}\n',
 }
 
 
@@ -34,13 +36,20 @@ def rewrite(bundle, change):
     file.write_text(json.dumps({**data, "checksum": hashlib.sha256(canonical.encode()).hexdigest()}))
 
 
+def count(data, exported, optimized):
+    """Say of the decoder graph that two nodes of A or B are required, none of D, and how many there are."""
+    data["graphs"][0]["decoder"].update(
+        required_nodes={"A+B": 2, "D": 0}, exported_nodes=exported, optimized_nodes=optimized
+    )
+
+
 def test_what_is_saved_is_loaded(bundle):
     """Manifest and files survive a round trip; sizes and hashes are filled in by the save."""
     loaded = ModelBundle.load(bundle.path)
     assert loaded.manifest == dataclasses.replace(scripted_manifest(), files=loaded.manifest.files)
     assert {name: loaded.read(name) for name in FILES} == FILES
     (case,) = loaded.golden(loaded.graph_set("cpu", "fp32"))
-    assert (case.tokens, case.score) == ((4, 5), -0.5)
+    assert (case.tokens, case.score, case.answer) == ((4, 5), -0.5, "ab")
 
 
 def test_a_bundle_can_be_moved_and_found_from_anywhere(bundle, tmp_path, monkeypatch):
@@ -128,11 +137,18 @@ def test_another_format_version_says_what_to_do(bundle):
         ),
         (lambda d: d["model"].update(target_vocab_size=29), "tokenizers.target has 30 tokens, the model 29"),
         (lambda d: d["model"].update(target_vocab_size=32), r"never_generated lacks \[30, 31\]"),
+        (lambda d: count(d, {"A": 1, "B": 1}, {"A": 2, "C": 1}), None),
+        (lambda d: count(d, {"A": 1}, {"A": 2}), r"none\.onnx as exported: 1 A\+B nodes instead of 2"),
+        (lambda d: count(d, {"B": 2}, {}), r"none\.onnx as optimised: 0 A\+B nodes instead of 2"),
+        (lambda d: count(d, {"A": 2, "D": 1}, {"A": 2}), r"none\.onnx as exported: 1 D nodes instead of 0"),
     ],
 )
 def test_a_wrong_field_is_named(bundle, change, message):
-    """Missing, unknown and ill-typed fields, a missing decoder start and a path that leaves the folder are refused."""
+    """Missing, unknown and ill-typed fields, a path that leaves the folder and counts that differ are refused."""
     rewrite(bundle, change)
+    if message is None:
+        ModelBundle.load(bundle.path)
+        return
     with pytest.raises(BundleError, match=message):
         ModelBundle.load(bundle.path)
 
@@ -158,6 +174,68 @@ def test_saving_never_overwrites(bundle):
     assert ModelBundle.load(bundle.path).manifest.name == "scripted"
 
 
+@pytest.mark.parametrize("can_swap", [True, False])
+def test_a_bundle_is_replaced_when_that_is_asked_for(bundle, monkeypatch, can_swap):
+    """The new one stands alone under the name, whether the file system swaps two folders in one step or not."""
+    if not can_swap:
+        monkeypatch.setattr("dragoman.bundle._swap", lambda one, other: False)
+    (bundle.path / "none.onnx").unlink()  # a damaged one gives way too
+    save_bundle(scripted_manifest("other"), FILES, bundle.path, overwrite=True)
+    assert ModelBundle.load(bundle.path).manifest.name == "other"
+    assert list(bundle.path.parent.iterdir()) == [bundle.path]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="swapping two folders in one step is a call of Linux")
+def test_replacing_is_one_step(bundle, monkeypatch):
+    """At no moment is there no bundle: the folders are swapped, nothing is renamed."""
+    renamed = []
+    monkeypatch.setattr(Path, "rename", lambda old, new: renamed.append((old, new)))
+    save_bundle(scripted_manifest("other"), FILES, bundle.path, overwrite=True)
+    assert renamed == []
+    assert load_manifest(bundle.path).name == "other"
+
+
+@pytest.mark.parametrize("step", ["fsync", "rename"])
+def test_a_bundle_stays_when_its_replacement_fails(bundle, monkeypatch, step):
+    """Whether the disk fails or the last move does: the old one is whole, and nothing lies beside it."""
+    done = []
+    rename = Path.rename
+
+    def fail(*arguments):
+        done.append(arguments)
+        if step == "rename" and len(done) in (1, 3):  # the old one away, and back
+            return rename(*arguments)
+        raise OSError("disk full")
+
+    if step == "fsync":
+        monkeypatch.setattr(os, "fsync", fail)
+    else:
+        monkeypatch.setattr("dragoman.bundle._swap", lambda one, other: False)
+        monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_bundle(scripted_manifest("other"), FILES, bundle.path, overwrite=True)
+    assert ModelBundle.load(bundle.path).manifest.name == "scripted"
+    assert list(bundle.path.parent.iterdir()) == [bundle.path]
+
+
+def test_what_is_no_bundle_is_never_overwritten(tmp_path):
+    """A mistyped path costs nobody their files."""
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "dear.txt").write_text("...")
+    with pytest.raises(BundleError, match=r"letters is no bundle.*not overwritten"):
+        save_bundle(scripted_manifest(), FILES, tmp_path / "letters", overwrite=True)
+    assert (tmp_path / "letters" / "dear.txt").exists()
+
+
+def test_replacing_through_a_link_replaces_what_it_points_to(bundle, tmp_path):
+    """The link stays a link."""
+    link = tmp_path / "current"
+    link.symlink_to(bundle.path)
+    save_bundle(scripted_manifest("other"), FILES, link, overwrite=True)
+    assert link.is_symlink()
+    assert load_manifest(bundle.path).name == "other"
+
+
 def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     """If the disk fails half-way, there is neither a bundle nor a leftover."""
 
@@ -168,6 +246,14 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         save_bundle(scripted_manifest(), FILES, tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_may_be_given_by_their_place(tmp_path):
+    """What is large need not be held in memory: the copy has the same size, hash and bytes."""
+    (tmp_path / "graph").write_bytes(FILES["none.onnx"])
+    given = save_bundle(scripted_manifest(), {**FILES, "none.onnx": tmp_path / "graph"}, tmp_path / "given")
+    assert given.manifest == save_bundle(scripted_manifest(), FILES, tmp_path / "held").manifest
+    assert given.read("none.onnx") == FILES["none.onnx"]
 
 
 def test_an_unknown_graph_set_lists_those_that_exist(bundle):

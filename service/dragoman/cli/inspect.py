@@ -1,0 +1,88 @@
+"""Show all that a bundle says of itself, and check it.
+
+Prints name, shape, tokenizers, limits, special ids, the nodes of every graph (as the model's shape requires them, as
+exported, and as ONNX Runtime optimised them), the comparison with PyTorch, quality, provenance, and the files.
+Exit status: 0 all holds, 1 something does not, 2 it is no bundle of this version.
+
+  dragoman inspect bundles/g2p-en --verify
+  dragoman inspect g2p-en --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dragoman import inspection
+from dragoman.bundle import load_manifest
+from dragoman.cli import runtime
+from dragoman.config import EngineConfig, ServerConfig, embedded_bundle, embedded_models
+from dragoman.errors import BundleError
+
+if TYPE_CHECKING:
+    from dragoman.bundle import Manifest
+
+SUMMARY = "show what a bundle says of itself, and check it"
+EXTRA: str | None = "cpu"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "bundle",
+        metavar="BUNDLE",
+        help=f"a folder made by dragoman export, or an embedded model: {', '.join(embedded_models()) or 'none'}",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object: the manifest, and what was checked")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="also hash every file and replay the golden sets (without it, names and sizes are compared)",
+    )
+    parser.add_argument("--graph", action="store_true", help="also draw how many nodes of each operator a graph has")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 if a file or an answer is not what the manifest says."""
+    path = Path(args.bundle)
+    if not path.exists() and args.bundle in embedded_models():
+        path = embedded_bundle(args.bundle)
+    manifest = load_manifest(path)
+    wrong_files = inspection.file_problems(path, manifest, hashes=args.verify)
+    problems, replayed = list(wrong_files.values()), list[str]()
+    if args.verify and not problems:
+        problems, replayed = _replay(path, manifest)
+    if args.json:
+        checks = {"problems": problems, "hashed": args.verify, "replayed": replayed}
+        print(json.dumps({**json.loads(manifest.to_json()), **checks}, indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(inspection.describe(manifest, wrong_files, histogram=args.graph)))
+        if args.verify and not problems:
+            print(f"\nverified: every file's SHA-256; golden sets reproduced: {', '.join(replayed) or 'none'}")
+    for problem in problems:
+        print(f"dragoman inspect: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _replay(path: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
+    """Load the model as a server would, for each graph set of the CPU: what failed, and whose golden set held."""
+    runtime.check_runtime()
+    from dragoman.pipeline import TextLimits
+    from dragoman.served_model import ServedModel
+
+    server = ServerConfig()
+    limits = TextLimits(server.max_text_bytes, server.max_segments)
+    problems, replayed = [], []
+    for graphs in manifest.graphs:
+        if graphs.provider != "cpu":
+            continue
+        try:
+            ServedModel.load(path, EngineConfig(num_slots=8), limits, precision=graphs.precision)
+        except BundleError as error:
+            problems.append(str(error))
+        else:
+            replayed.append(f"{graphs.provider}/{graphs.precision}")
+    return problems, replayed

@@ -1,0 +1,176 @@
+"""``dragoman inspect``: what a bundle says of itself, and whether it holds."""
+
+import argparse
+import json
+import re
+import shutil
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from dragoman.bundle import MANIFEST_NAME, ModelBundle, save_bundle
+from dragoman.cli import inspect as command
+from dragoman.cli import main as cli
+from dragoman.config import DEFAULT_MODEL, embedded_bundle
+from dragoman.errors import BundleError
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    """A copy of the embedded bundle, to be damaged."""
+    return shutil.copytree(embedded_bundle(DEFAULT_MODEL), tmp_path / "copy")
+
+
+@pytest.fixture
+def inspect(capsys):
+    """Runs the command in this process; returns its exit status, stdout and stderr."""
+
+    def run(*arguments):
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        status = command.run(parser.parse_args([str(argument) for argument in arguments]))
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_everything_that_matters_is_shown(inspect):
+    """Each fact of the manifest stands in the table, every required node with its three counts, every file's size."""
+    status, out, err = inspect(DEFAULT_MODEL)
+    manifest = ModelBundle.load(embedded_bundle(DEFAULT_MODEL)).manifest
+    assert (status, err) == (0, "")
+    assert out.startswith(f"{manifest.name} version {manifest.version}\n")
+    for expected in (
+        "4 encoder and 2 decoder layers, width 128, 4 heads of 32",
+        "1,332,267",
+        "source.tokenizer.json: plain, 31 tokens, normalization identity, template TEXT 2",
+        "target.tokenizer.json: plain, 43 tokens, normalization identity, template 1 TEXT 2",
+        "64 source tokens, 64 new tokens",
+        "end 2, decoder start 1, never generated 0 1 3",
+        "graphs for cpu, fp32, opset 23",
+        "max_logit_difference",
+        "exact_match 0.7233",
+        "optimizer: beta1 0.9",
+        manifest.checksum,
+    ):
+        assert expected in out
+    lines = [line.split() for line in out.splitlines()]
+    for kind, number in (("MultiHeadAttention", 4), ("GroupQueryAttention(cross)", 2), ("Softmax", 0)):
+        assert [kind, *[str(number)] * 3] in lines
+    for name, entry in manifest.files.items():
+        assert [name, f"{entry.bytes:,}"] in lines
+
+
+def test_json_is_the_manifest_and_what_was_checked(inspect, bundle):
+    """One object, with the manifest's own fields."""
+    status, out, _ = inspect(bundle, "--json")
+    data = json.loads(out)
+    assert status == 0
+    assert (data.pop("problems"), data.pop("hashed"), data.pop("replayed")) == ([], False, [])
+    assert data == json.loads((bundle / MANIFEST_NAME).read_text())
+
+
+def test_verify_replays_the_golden_set(inspect, bundle):
+    """And says so."""
+    status, out, _ = inspect(bundle, "--verify")
+    assert status == 0
+    assert out.endswith("verified: every file's SHA-256; golden sets reproduced: cpu/fp32\n")
+    _, out, _ = inspect(bundle, "--verify", "--json")
+    assert json.loads(out)["replayed"] == ["cpu/fp32"]
+
+
+def test_a_flipped_byte_is_found_by_verify(inspect, bundle):
+    """Names and sizes are right, so that a glance shows nothing; the hash does, and the table marks the file."""
+    flip(bundle / "encoder.cpu.fp32.onnx")
+    assert inspect(bundle)[0] == 0
+    status, out, err = inspect(bundle, "--verify")
+    assert status == 1
+    assert re.search(r"encoder\.cpu\.fp32\.onnx is damaged: its SHA-256 differs", err)
+    assert re.search(r"^  encoder\.cpu\.fp32\.onnx +[\d,]+  DOES NOT HOLD$", out, re.MULTILINE)
+    assert "verified" not in out
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_a_file_of_another_size_or_none_is_found_at_a_glance(inspect, bundle, damage):
+    """Every file at fault is named, in JSON too."""
+    for name in ("NOTICE", "decoder.cpu.fp32.onnx"):
+        file = bundle / name
+        content = file.read_bytes()
+        file.unlink()
+        if damage == "truncated":
+            file.write_bytes(content[:-1])
+    status, out, err = inspect(bundle, "--json")
+    problems = json.loads(out)["problems"]
+    assert status == 1
+    assert [name in problem for name, problem in zip(("NOTICE", "decoder"), problems, strict=True)] == [True, True]
+    assert err.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda case: case.update(tokens=case["tokens"][::-1]), "target tokenizer gives"),
+        (lambda case: case.update(source=case["source"][::-1]), "source tokenizer gives"),
+        (lambda case: case.update(score=case["score"] - 1), "does not reproduce the golden answer"),
+    ],
+)
+def test_an_answer_that_does_not_come_out_is_status_1(inspect, bundle, tmp_path, change, message):
+    """Tokens, texts or scores of the golden set changed under right hashes."""
+    whole = ModelBundle.load(bundle)
+    name = whole.manifest.graphs[0].golden
+    cases = [json.loads(line) for line in whole.read(name).splitlines()]
+    change(next(case for case in cases if len(set(case["tokens"])) > 1))
+    files = {file: whole.read(file) for file in whole.manifest.files}
+    files[name] = "".join(f"{json.dumps(case)}\n" for case in cases).encode()
+    save_bundle(whole.manifest, files, tmp_path / "other")
+    assert inspect(tmp_path / "other")[0] == 0
+    status, _, err = inspect(tmp_path / "other", "--verify")
+    assert status == 1
+    assert re.search(rf"golden\.cpu\.fp32\.jsonl: .*{message}", err)
+
+
+def test_graph_draws_every_operator(inspect):
+    """A bar for each, as long as its count, and the sum."""
+    status, out, _ = inspect(DEFAULT_MODEL, "--graph")
+    assert status == 0
+    graph = ModelBundle.load(embedded_bundle(DEFAULT_MODEL)).manifest.graphs[0].decoder
+    drawn = out[out.rindex("decoder.cpu.fp32.onnx  ", 0, out.index("\nprovenance")) :]
+    lines = [line.split() for line in drawn.splitlines()]
+    for kind, number in graph.exported_nodes.items():
+        assert [kind, str(number), str(graph.optimized_nodes[kind]), "#" * number] in lines
+    assert f"all nodes {sum(graph.exported_nodes.values())} " in " ".join(drawn.split())
+
+
+def test_what_is_no_bundle_of_this_version_is_refused(inspect, bundle, tmp_path):
+    """Exit status 2 and one line, as for any error of the command line."""
+    with pytest.raises(BundleError, match=r"nowhere is no bundle"):
+        inspect(tmp_path / "nowhere")
+    text = (bundle / MANIFEST_NAME).read_text()
+    (bundle / MANIFEST_NAME).write_text(text.replace('"format_version": 2', '"format_version": 3'))
+    with pytest.raises(BundleError, match=r"format_version 3; this version of dragoman reads 2"):
+        inspect(bundle)
+    (bundle / MANIFEST_NAME).write_text(text.replace('"eos": 2', '"eos": 3'))
+    with pytest.raises(BundleError, match="altered after the export"):
+        inspect(bundle)
+
+
+def test_the_exit_status_of_a_refusal_is_2(monkeypatch, capsys, tmp_path):
+    """Through the console script."""
+    entries = [EntryPoint("inspect", "dragoman.cli.inspect", cli.GROUP)]
+    monkeypatch.setattr(cli, "entry_points", lambda group: entries)
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"dragoman inspect: error: {tmp_path} is no bundle")
+
+
+def test_a_folder_comes_before_an_embedded_model_of_its_name(inspect, tmp_path, monkeypatch):
+    """What lies here is what is meant."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / DEFAULT_MODEL).mkdir()
+    with pytest.raises(BundleError, match="is no bundle"):
+        inspect(DEFAULT_MODEL)
