@@ -85,6 +85,8 @@ def export(
         for side, tokenizer in (("source", checkpoint.source_tokenizer), ("target", checkpoint.target_tokenizer))
     }
     check_special_ids(checkpoint.special, vocabularies["target"])
+    target_tokenizer = TargetTokenizer(vocabularies["target"])
+    check_pieces(checkpoint, target_tokenizer)
     tokenizer = SourceTokenizer(vocabularies["source"], (), (checkpoint.special.eos,))
     encoded = [(text, source) for text in texts if (source := _encode(checkpoint, tokenizer, text)) is not None]
     if not encoded:
@@ -102,7 +104,7 @@ def export(
         runner = OrtRunner(opened, VERIFY_SLOTS, VERIFY_KV_CACHE_BYTES)
         rules = token_rules(manifest)
         parity, references = verify(model, runner, rules, sources, manifest.limits.max_new_tokens, checkpoint.special)
-        answers = _decode(checkpoint, TargetTokenizer(vocabularies["target"]), [tuple(r.tokens) for r in references])
+        answers = _decode(checkpoint, target_tokenizer, [tuple(r.tokens) for r in references])
         golden = golden_set(model, rules, [text for text, _ in encoded], sources, references, answers)
         files: dict[str, bytes | Path] = {
             **{file: Path(folder, file) for file in (ENCODER_FILE, DECODER_FILE)},
@@ -137,7 +139,7 @@ def _encode(checkpoint: LoadedCheckpoint, tokenizer: SourceTokenizer, text: str)
 
 
 def _decode(checkpoint: LoadedCheckpoint, tokenizer: TargetTokenizer, answers: Sequence[tuple[int, ...]]) -> list[str]:
-    """The texts of the model's answers. Raises ExportError unless the service makes the same of them as training."""
+    """The texts of some answers. Raises ExportError unless the service makes the same of them as training."""
     texts = []
     for tokens in answers:
         served, trained = tokenizer.decode(tokens), checkpoint.target_tokenizer.decode(tokens)
@@ -145,6 +147,19 @@ def _decode(checkpoint: LoadedCheckpoint, tokenizer: TargetTokenizer, answers: S
             raise ExportError(f"the service decodes {list(tokens)} to {served!r}, training to {trained!r}")
         texts.append(served)
     return texts
+
+
+def check_pieces(checkpoint: LoadedCheckpoint, tokenizer: TargetTokenizer) -> None:
+    """Raises ExportError unless the service decodes every token that may be produced as training does.
+
+    Each is decoded as a whole answer, and behind another token: at the start of an answer, blanks go away. The model's
+    own answers to a few sources hold but a part of the vocabulary.
+    """
+    left_out = {checkpoint.special.eos, *checkpoint.special.never_produced}
+    ids = [index for index in range(len(checkpoint.target_tokenizer)) if index not in left_out]
+    alone = _decode(checkpoint, tokenizer, [(index,) for index in ids])
+    _, first = max(zip(map(len, alone), ids, strict=True))  # the longest text: it surely starts the answer
+    _decode(checkpoint, tokenizer, [(first, index) for index in ids])
 
 
 def check_special_ids(special: TrainingSpecialIds, vocabulary: Vocabulary) -> None:

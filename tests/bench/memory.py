@@ -2,6 +2,7 @@
 
     python tests/bench/memory.py                   # 2 million pairs; the limit is 1.5 GB for each command
     python tests/bench/memory.py --pairs 20000     # a trial
+    python tests/bench/memory.py --kind unigram    # only that kind of tokenizer
 
 Every command runs as a process of its own; printed are its time and the most memory it had resident, where pages of
 memory-mapped token shards that happen to be in memory count too. Exit status 1 if a command fails or needs more than
@@ -78,7 +79,7 @@ def measure(folder: Path, *arguments: str) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=2_000_000)
-    parser.add_argument("--kind", choices=("unigram", "bpe"), default="bpe")
+    parser.add_argument("--kind", choices=("unigram", "bpe"), nargs="*", default=["unigram", "bpe"])
     parser.add_argument("--vocab-size", type=int, default=8000)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--limit", type=float, default=1500, metavar="MB")
@@ -86,13 +87,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder, args.pairs)
-        (folder / "train.toml").write_text(CONFIG.format(kind=args.kind, vocab_size=args.vocab_size, steps=args.steps))
         files = ["--source", "corpus.source", "--target", "corpus.target"]
-        peaks = [
-            measure(folder, "prepare", "pairs", *files, "--dev", "200", "--test", "200", "--out", "data"),
-            measure(folder, "train", "train.toml", "--out", "run"),  # tokenizers, shards, some steps
-            measure(folder, "train", "train.toml", "--out", "again"),  # finds the shards
-        ]
+        peaks = [measure(folder, "prepare", "pairs", *files, "--dev", "200", "--test", "200", "--out", "data")]
+        for kind in args.kind:
+            config = CONFIG.format(kind=kind, vocab_size=args.vocab_size, steps=args.steps)
+            (folder / f"{kind}.toml").write_text(config)
+            shards = folder / "data" / ".dragoman-shards"
+            before = set(shards.glob("*"))
+            peaks.append(measure(folder, "train", f"{kind}.toml", "--out", kind))  # tokenizers, shards, some steps
+            peaks.append(measure(folder, "train", f"{kind}.toml", "--out", f"{kind}-again"))  # finds the shards
+            if len(set(shards.glob("*")) - before) != 1:
+                sys.exit(f"the second run with {kind} did not find the token shards of the first")
     return int(max(peaks) > args.limit)
 
 

@@ -63,7 +63,7 @@ def test_validation_checkpoint_bundle_and_server_give_equal_scores(
     config = load_config("reverse.toml")
     config = replace(config, loop=replace(config.loop, metric="bleu", bleu_tokenizer="none"))
     loaded = load_model(reverse_run)
-    with Workers(loaded.model, 2, seed=1, smoothing=0.0) as workers:
+    with Workers(loaded.model, 2, smoothing=0.0) as workers:
         validation = validate(workers, load_datasets(config, reverse_run), config, loaded.special)
     assert "".join(f"{line}\n" for line in validation.outputs) == checkpoint["outputs"]
     found = validation.metrics()

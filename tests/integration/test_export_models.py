@@ -1,6 +1,7 @@
 """Whatever training can make is exported: norms, activations, head sizes, tied embeddings, tokenizers, padding."""
 
 import argparse
+import dataclasses
 import io
 import random
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from dragoman.pipeline import TextLimits
 from dragoman.served_model import ServedModel
 from dragoman.types import DecodingOptions
 from dragoman_export.cli import export
+from dragoman_export.errors import ExportError
+from dragoman_export.exporter import export as export_checkpoint
 from dragoman_training.checkpoint import LoadedCheckpoint
 from dragoman_training.config import ModelConfig, padded_vocab_size
 from dragoman_training.data import encode_source
@@ -200,3 +203,31 @@ async def test_every_kind_of_model_is_exported_and_served_as_it_was_trained(name
     assert [segment.hypotheses[0].text for segment in items[-1].segments] == expected
     for index, text in enumerate(expected):
         assert "".join(item.delta for item in items[:-1] if item.segment == index) == text
+
+
+class OneOtherPiece(SentencePieceTokenizer):
+    """A tokenizer that spells one token otherwise, at one place of an answer."""
+
+    def __init__(self, model: bytes, index: int, place: int) -> None:
+        super().__init__(model)
+        self.index, self.place = index, place
+
+    def decode(self, ids):
+        ids = list(ids)
+        return super().decode(ids) + ("!" if ids[self.place : self.place + 1] == [self.index] else "")
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_token_that_the_service_spells_otherwise_fails_the_export(tmp_path, place):
+    """At the start of an answer or behind another token, also one that the model never says to the given sources."""
+    checkpoint = checkpoint_of(
+        CASES["pre-norm, silu, heads of 32, untied embeddings, two SentencePiece models"], tmp_path / "c"
+    )
+    index = 50
+    checkpoint.model.projection.bias.data[index] = -1000
+    other = OneOtherPiece(checkpoint.target_tokenizer.to_bytes(), index, place)
+    with pytest.raises(ExportError, match=rf"the service decodes \[(\d+, )?{index}\] to"):
+        export_checkpoint(
+            dataclasses.replace(checkpoint, target_tokenizer=other), texts(5), tmp_path / "out", name="m", version="1"
+        )
+    assert not (tmp_path / "out").exists()

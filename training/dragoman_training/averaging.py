@@ -62,14 +62,26 @@ class MovingAverage:
 
 
 def newest_checkpoints(run: Path, number: int) -> list[Path]:
-    """The ``number`` newest checkpoints of a run, oldest first; ``CheckpointError`` where there are fewer."""
-    folders = checkpoint.checkpoint_folders(run)
+    """The checkpoints of a run's ``number`` newest validations, oldest first.
+
+    ``CheckpointError`` where there are fewer, or where one between them is gone: an old best one is no neighbour of the
+    newest. The state saved at a signal does not count.
+    """
+    folders = checkpoint.validated_checkpoints(run)
     if not 1 <= number <= len(folders):
         raise CheckpointError(
-            f"{run} has {len(folders)} checkpoints, not {number}: choose 1 to {len(folders)}, or train with a larger"
-            " loop.keep_checkpoints"
+            f"{run} has {len(folders)} checkpoints of validations, not {number}: choose 1 to {len(folders)}, or train"
+            " with a larger loop.keep_checkpoints"
         )
-    return folders[-number:]
+    newest = folders[-number:]
+    there = [int(folder.name.removeprefix("step-")) for folder in newest]
+    validated = [step for step, _ in checkpoint.read_metrics(run / "metrics.jsonl")]
+    if gone := [step for step in validated if there[0] < step < there[-1] and step not in there]:
+        raise CheckpointError(
+            f"{run} no longer has the checkpoint of step {gone[-1]}, and so not the {number} newest: choose a smaller"
+            " number, or train with a larger loop.keep_checkpoints"
+        )
+    return newest
 
 
 def average_checkpoints(folders: Sequence[Path], out: Path) -> None:

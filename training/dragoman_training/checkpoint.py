@@ -5,6 +5,7 @@
     RUN/tokenizers/                   the tokenizers, trained once
     RUN/checkpoints/step-NNNNNNNN/    config.json, model.safetensors, tokenizer files, training_state.pt, metrics.json
     RUN/best, RUN/last                relative links to checkpoints
+    RUN/.lock                         held by the process that trains the run
 
 A checkpoint folder appears under its name complete or not at all (written aside, flushed to disk, renamed), whenever
 the process is killed. Nothing is unpickled: tensors are safetensors, the training state is read with ``weights_only``.
@@ -147,30 +148,38 @@ def read_json(path: Path) -> Any:
 
 
 def append_metrics(path: Path, line: Mapping[str, Any]) -> None:
-    """Add a line to metrics.jsonl, whole or not at all."""
+    """Add a line to metrics.jsonl, whole or not at all, and flush it to disk."""
     size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        flush(path)
+        flush(path.parent)
     except OSError:
         if path.exists():
             os.truncate(path, size)
         raise
 
 
+def read_metrics(path: Path) -> list[tuple[int, str]]:
+    """The lines of metrics.jsonl, each after its step. What is no such line is left out: half a one, say."""
+    found: list[tuple[int, str]] = []
+    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
+        try:
+            found.append((int(json.loads(line)["step"]), line))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
 def truncate_metrics(path: Path, step: int) -> None:
     """Keep the lines up to ``step``: a killed session may have written some, or half a one, of later steps."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:
-            continue
+    kept = [line for its_step, line in read_metrics(path) if its_step <= step]
     temporary = path.with_name(f"{WRITING_PREFIX}{path.name}")
     temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    flush(temporary)
     temporary.replace(path)
 
 
@@ -196,7 +205,13 @@ def free_space(path: Path) -> str:
 
 def checkpoint_folders(run: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    return sorted((run / "checkpoints").glob("step-*"))
+    # By number: names have eight digits, or more when a run is that long.
+    return sorted((run / "checkpoints").glob("step-*"), key=lambda folder: (len(folder.name), folder.name))
+
+
+def validated_checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints that a validation wrote, oldest first: not the state that was saved at a signal."""
+    return [folder for folder in checkpoint_folders(run) if "dev_loss" in read_json(folder / "metrics.json")]
 
 
 def save_checkpoint(
@@ -254,10 +269,16 @@ def point(link: Path, folder: Path) -> None:
 
 
 def prune(run: Path, keep: int, best_step: int | None) -> None:
-    """Remove all checkpoints but the ``keep`` newest and the best, and what an interrupted writing left."""
+    """Remove all checkpoints but the ``keep`` newest and the best, and what an interrupted writing left.
+
+    The state saved at a signal does not count, and stays only as long as it is the newest: a run that was stopped keeps
+    what one that was left alone keeps.
+    """
     best = f"step-{best_step:08d}" if best_step is not None else None
-    for folder in checkpoint_folders(run)[:-keep]:
-        if folder.name != best:
+    folders = checkpoint_folders(run)
+    kept = {*validated_checkpoints(run)[-keep:], *folders[-1:]}
+    for folder in folders:
+        if folder not in kept and folder.name != best:
             shutil.rmtree(folder)
     for leftover in (run / "checkpoints").glob(f"{WRITING_PREFIX}*"):
         shutil.rmtree(leftover)

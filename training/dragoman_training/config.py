@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import unicodedata
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,7 @@ DEVICES = ("auto", "cpu", "cuda")
 METRICS = ("loss", "exact_match", "bleu", "chrf")
 BLEU_TOKENIZERS = ("13a", "none", "intl", "char", "zh")
 VOCABULARY_MULTIPLE = 8  # sizes of embeddings are rounded up to it: matrix products like even sizes
+RESERVED_PIECE = re.compile("<(pad|s|/s|unk|0x[0-9A-F]{2})>")  # special and byte pieces
 LEAST_WITH_BYTES = 264  # four specials, 256 bytes, at least one piece; a multiple of 8
 # Far beyond what this package is for: a slip of the pen is refused before it fills the memory.
 MOST_WIDTH = 16_384
@@ -42,6 +45,11 @@ def require(valid: bool, key: str, value: object, remedy: str) -> None:
     """Raise ``ConfigError`` naming key, value and remedy unless ``valid``."""
     if not valid:
         raise ConfigError(f"{key} is {value!r}: {remedy}")
+
+
+def splits_words(character: str) -> bool:
+    """Whether SentencePiece may take it for a blank, or its own mark of one, or not at all."""
+    return character.isspace() or character == "\u2581" or unicodedata.category(character) in ("Cc", "Cs")
 
 
 def require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -149,7 +157,7 @@ class DataConfig:
     dev_target: str
     max_source_tokens: int
     max_target_tokens: int
-    batch_tokens: int  # the limit for rows x longest side; each worker has an equal share of it
+    batch_tokens: int  # the limit for rows x longest side; each worker of each process has an equal share of it
     length_spread: float = 0.0  # tokens by which lengths of one batch may differ: padding buys more varied batches
 
     def __post_init__(self) -> None:
@@ -175,7 +183,7 @@ class TokenizerConfig:
     joint: bool = True
     byte_fallback: bool = True  # what the vocabulary lacks is spelled in UTF-8 bytes, not lost
     split_digits: bool = True
-    user_defined_symbols: tuple[str, ...] = ()  # strings that always are one token: placeholders
+    user_defined_symbols: tuple[str, ...] = ()  # strings without blanks that always are one token: placeholders
     normalization: str = "identity"  # SentencePiece's rule; identity keeps all characters but superfluous blanks
     character_coverage: float = 1.0
     sampling: float = 0.0  # chance of leaving out a merge (BPE dropout) or temperature (unigram), in training only
@@ -201,6 +209,10 @@ class TokenizerConfig:
         symbols = self.user_defined_symbols
         distinct = len(set(symbols)) == len(symbols) and "" not in symbols
         require(distinct, "tokenizer.user_defined_symbols", list(symbols), "each must be there once, and none be empty")
+        for symbol in symbols:
+            usable = not any(map(splits_words, symbol)) and not RESERVED_PIECE.fullmatch(symbol)
+            remedy = "it must have no white space, U+2581 or control character, and not be a special or byte piece"
+            require(usable, "tokenizer.user_defined_symbols", symbol, remedy)
         require_choice("tokenizer.normalization", self.normalization, NORMALIZATIONS)
         coverage = self.character_coverage
         require(0 < coverage <= 1, "tokenizer.character_coverage", coverage, "it must be above 0 and at most 1")
@@ -276,9 +288,9 @@ class ScheduleConfig:
 class LoopConfig:
     """The training loop: where it runs, how often to validate (each validation also writes a checkpoint), when to stop.
 
-    Each worker thread (or, started by ``torchrun``, each process) computes the gradient of its share of a batch; the
-    shares belong to the arithmetic, so that a run is repeated with the same number on any machine. A step sums the
-    gradient of ``accumulate`` batches.
+    Each worker thread (or, started by ``torchrun``, each process) computes the gradient of its share of a batch, an
+    equal part of ``data.batch_tokens``; the shares belong to the arithmetic, so that a run is repeated with the same
+    number on any machine. A step sums the gradient of ``accumulate`` batches.
     """
 
     validate_every: int

@@ -30,7 +30,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             yield cast(BinaryIO, file)
     except (OSError, EOFError, zlib.error) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
-        raise DataError(f"{path} cannot be read ({reason}): prepare the data first") from error
+        raise DataError(f"{path} cannot be read ({reason}): check the path") from error
 
 
 def iterate_lines(path: Path) -> Iterator[str]:
@@ -65,7 +65,7 @@ def file_sha256(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): prepare the data first") from error
+        raise DataError(f"{path} cannot be read ({error.strerror}): check the path") from error
 
 
 def unequal(source: Path, target: Path, source_lines: int, target_lines: int) -> DataError:

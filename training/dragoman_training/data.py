@@ -2,8 +2,9 @@
 
 Pairs of near-equal source and target length share a batch, so that almost nothing is padding; a batch's size is limited
 in tokens, not rows. The order is a pure function of seed and epoch, which is what makes an exact resume possible: a
-position in an epoch is one integer. Memory does not grow with the text but for the pairs' lengths and an epoch's order:
-a few dozen bytes a pair.
+position in an epoch is one integer. Of the training text, memory holds the pairs' lengths and an epoch's order, a few
+dozen bytes a pair, besides a sample of bounded size while a vocabulary is learned and one or two shards of bounded size
+while the text is tokenized. The dev text and its ids are held in full.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import shutil
 import sys
+import tempfile
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -125,7 +127,8 @@ class Datasets:
     def train_for_epoch(self, epoch: int) -> Dataset:
         """The training pairs, segmented anew for this epoch where ``tokenizer.sampling`` says so.
 
-        The same epoch always gives the same ids; the limits apply to each segmentation.
+        The same epoch always gives the same ids; the limits apply to each segmentation. With sampling, this reads the
+        whole text and takes its time (see sampling.py) before it returns; nothing interrupts it.
         """
         sampling = self.config.tokenizer.sampling
         if not sampling:
@@ -233,7 +236,7 @@ def shards_root(beside: Path, run: Path) -> Path:
     for root in (beside / SHARDS_FOLDER, run / "shards"):
         try:
             root.mkdir(parents=True, exist_ok=True)
-            with locked(root / ".lock"):
+            with tempfile.TemporaryFile(dir=root):  # can be written: no lock, which another text's build may hold
                 return root
         except OSError as error:
             reason = error
@@ -248,7 +251,7 @@ def open_or_build(
     hashes = [record[name]["sha256"] for name in ("train_source", "train_target")]
     hashes += [hashlib.sha256(tokenizer.to_bytes()).hexdigest() for tokenizer in tokenizers]
     folder = root / hashlib.sha256(json.dumps([FORMAT, limits, hashes]).encode()).hexdigest()[:32]
-    with locked(root / ".lock"):
+    with locked(root / f".{folder.name}.lock"):
         found = open_shards(folder)
         if found is None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -20,8 +20,9 @@ What is not here: prefixes, sampling, coverage, penalties, patience other than 1
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,8 @@ from torch import Tensor
 from dragoman_training.data import pad
 from dragoman_training.model import KeyValue, Transformer
 from dragoman_training.tokenizer import SPECIAL_IDS, SpecialIds
+
+Found = TypeVar("Found")
 
 FIRST_CAPACITY = 16  # of the self-attention caches, which double when full: a step costs what is cached, not the limit
 
@@ -153,16 +156,32 @@ def greedy_all(
     batch_rows: int = 256,
 ) -> list[Hypothesis]:
     """Greedy output of any number of sources, in their order; those of near-equal length are decoded together."""
-    results: dict[int, Hypothesis] = {}
-    for chosen in near_equal(sources, batch_rows):
-        results.update(zip(chosen, greedy(model, [sources[i] for i in chosen], max_new_tokens, special), strict=True))
-    return [results[i] for i in range(len(sources))]
+    return in_groups(
+        sources, batch_rows, lambda groups: (greedy(model, group, max_new_tokens, special) for group in groups)
+    )
 
 
 def near_equal(sources: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """Indices of the sources by rising length, in groups of ``count``."""
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     return [order[start : start + count] for start in range(0, len(order), count)]
+
+
+def in_groups(
+    sources: Sequence[Sequence[int]],
+    count: int,
+    search: Callable[[list[list[Sequence[int]]]], Iterable[Sequence[Found]]],
+) -> list[Found]:
+    """What ``search`` finds for each source, in their order, though it gets them in groups of near-equal length.
+
+    ``search`` gets all groups of at most ``count`` sources and gives a result a source, group by group, in order.
+    """
+    groups = near_equal(sources, count)
+    found = search([[sources[i] for i in group] for group in groups])
+    results: dict[int, Found] = {}
+    for group, part in zip(groups, found, strict=True):
+        results.update(zip(group, part, strict=True))
+    return [results[i] for i in range(len(sources))]
 
 
 def most_probable(log_probs: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:
@@ -296,8 +315,8 @@ def beam_search_all(
     batch_rows: int = 256,
 ) -> list[list[Hypothesis]]:
     """``beam_search`` of any number of sources, in their order; those of near-equal length are searched together."""
-    results: dict[int, list[Hypothesis]] = {}
-    for chosen in near_equal(sources, max(1, batch_rows // options.beam_size)):
-        found = beam_search_together(model, [sources[i] for i in chosen], options, special)
-        results.update(zip(chosen, found, strict=True))
-    return [results[i] for i in range(len(sources))]
+    return in_groups(
+        sources,
+        max(1, batch_rows // options.beam_size),
+        lambda groups: (beam_search_together(model, group, options, special) for group in groups),
+    )

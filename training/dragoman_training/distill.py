@@ -25,21 +25,19 @@ from dragoman_training.folders import flush
 from dragoman_training.scoring import loops
 from dragoman_training.systems import Outputs, System
 
-PART_LINES = 10_000
-
 
 def distill(
     teacher: System,
     source: Path,
     out: Path,
     pair_filter: PairFilter,
-    part_lines: int = PART_LINES,
+    part_lines: int,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Do the whole job, or the rest of it; returns the report: pairs kept, and dropped by reason.
 
-    Dropped is what a student should not learn: see ``reason``. Raises ``DataError`` where ``out`` holds something else,
-    or parts of another job.
+    ``part_lines`` lie between two savings. Dropped is what a student should not learn: see ``reason``. Raises
+    ``DataError`` where ``out`` holds something else, or parts of another job.
     """
     job = {
         "teacher": teacher.identity(),

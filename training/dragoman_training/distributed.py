@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
 
 import torch
 from torch import distributed
 
 from dragoman_training.config import LoopConfig, require
+from dragoman_training.errors import TrainingError
 
 CPU = torch.device("cpu")
+# Long, since all wait while the main process validates; a process that has died is noticed at once by other means.
+WAIT = timedelta(days=1)
+WAIT_AFTER_A_FAILURE = timedelta(seconds=5)
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -37,11 +46,14 @@ class Group:
             distributed.barrier()
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """The sum over all processes of each value."""
+        """The sum over all processes of each value; ``TrainingError`` where one of them has gone."""
         if self.world_size == 1:
             return list(values)
         summed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        distributed.all_reduce(summed)
+        try:
+            distributed.all_reduce(summed)
+        except RuntimeError as error:
+            raise TrainingError(f"another process has ended, see what it said: {error}") from error
         result: list[float] = summed.tolist()
         return result
 
@@ -49,15 +61,29 @@ class Group:
         """Whether ``flag`` is set in any process."""
         return self.all_reduce_sum([float(flag)])[0] > 0
 
-    def close(self) -> None:
-        """Leave the group, all together.
+    def from_main(self, value: Value) -> Value:
+        """The main process's ``value``, in all processes."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        distributed.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def close(self, failed: bool = False) -> None:
+        """Leave the group: all together, or, when this process has ``failed``, whether the others come or not.
 
         A group is not to be torn down while its threads let go of the last tensors that were sent: they would wait for
-        the interpreter, and it for them. This barrier takes no such thread, and time enough for them to end.
+        the interpreter, and it for them. This barrier takes no such thread, and time enough for them to end. On a GPU,
+        a process that failed leaves the group to its own end: tearing it down might wait for the others.
         """
-        if self.world_size > 1:
-            if self.device.type == "cpu":
-                distributed.monitored_barrier()
+        if self.world_size == 1:
+            return
+        if self.device.type == "cpu" and not failed:
+            distributed.monitored_barrier()
+        elif self.device.type == "cpu":
+            with suppress(RuntimeError):  # the others have not failed, and do not come
+                distributed.monitored_barrier(timeout=WAIT_AFTER_A_FAILURE)
+        if self.device.type == "cpu" or not failed:
             distributed.destroy_process_group()
 
 
@@ -80,5 +106,5 @@ def join(loop: LoopConfig) -> Group:
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1:
-        distributed.init_process_group("nccl" if cuda else "gloo")
+        distributed.init_process_group("nccl" if cuda else "gloo", timeout=WAIT)
     return Group(device, rank, world_size)

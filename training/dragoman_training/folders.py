@@ -46,8 +46,11 @@ def written_aside(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path``, made if missing: other processes wait. A killed process lets go of it."""
+def locked(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the lock file ``path``, made if missing: other processes wait. A killed process lets go of it.
+
+    Without ``wait``, raises ``BlockingIOError`` where another process holds it.
+    """
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -3,6 +3,9 @@
 With a vocabulary of thousands, logits are the largest tensor of a training step, and writing and reading them again
 costs more than computing them. Here a few hundred rows at a time go from hidden state to logits to loss to gradient,
 all within the cache; rows of padding are left out before the product.
+
+Under autocast to fp16 its products stay in float32. The gradient is made here, before a loss scale can lift it: in fp16
+the tails of its softmax would vanish, and sums over thousands of rows could overflow, which no scale mends.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ class ProjectionLoss(torch.autograd.Function):
         """hidden (N, D), weight (V, D), bias (V,), labels (N,) to the summed loss, a scalar."""
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        if dtype == torch.float16:  # see above
+            dtype = torch.float32
         low_hidden, low_weight, low_bias = (x.to(dtype) for x in (hidden, weight, bias))  # themselves in float32
         uniform = smoothing / len(weight)
         total = torch.zeros((), device=hidden.device)
@@ -73,11 +78,14 @@ class ProjectionLoss(torch.autograd.Function):
                 else:
                     weight_gradient += low_z.T @ rows
         if differentiate:
-            ctx.save_for_backward(hidden_gradient.to(hidden.dtype), weight_gradient, bias_gradient)
+            ctx.hidden_dtype = hidden.dtype
+            wider = torch.promote_types(hidden.dtype, dtype)  # hidden states in fp16: scaled before they are rounded
+            ctx.save_for_backward(hidden_gradient.to(wider), weight_gradient, bias_gradient)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         """The saved gradients times that of the loss."""
-        return *(gradient * factor for gradient in ctx.saved_tensors), None, None, None
+        of_hidden, of_weight, of_bias = (gradient * factor for gradient in ctx.saved_tensors)
+        return of_hidden.to(ctx.hidden_dtype), of_weight, of_bias, None, None, None

@@ -1,10 +1,11 @@
 """Token ids of a corpus on disk, memory-mapped: made once, in one pass, and found again by what they are made of.
 
     ROOT/<hash>/shards.json                  format, sizes of the files, what was left out
-    ROOT/<hash>/00000.source.ids.npy         the ids of up to ``PAIRS_PER_SHARD`` pairs, one after another
+    ROOT/<hash>/00000.source.ids.npy         the ids of many pairs, one after another
     ROOT/<hash>/00000.source.offsets.npy     where each begins, and where the last ends
 
-The hash is of all that the ids depend on. A folder is there whole or not at all; one whose files have other sizes than
+A shard ends with the pair that brings both sides together to ``TOKENS_PER_SHARD`` tokens. The hash is of all that the
+ids depend on. A folder is there whole or not at all; one whose files have other sizes than
 were written counts as not there.
 """
 
@@ -24,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 FORMAT = 1
-PAIRS_PER_SHARD = 500_000  # a shard is built in memory
-CHUNK = 10_000  # pairs that are tokenized together
+TOKENS_PER_SHARD = 16_000_000  # a shard is built in memory: 2 or 4 bytes a token, and as the next begins, twice
+CHUNK = 1_000  # pairs that are tokenized together, some 40 bytes a token
 SIDES = ("source", "target")
 
 Encode = Callable[[int, Sequence[tuple[str, str]]], tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]]
@@ -79,8 +80,8 @@ class GrowingRows:
         self.offsets.append(len(self.ids))
 
     def finished(self) -> Rows:
-        """The arrays."""
-        return Rows(np.array(self.ids), np.array(self.offsets))
+        """The arrays, not copied: nothing can be appended any more."""
+        return Rows(np.asarray(self.ids), np.asarray(self.offsets))
 
 
 def encoded_shards(
@@ -89,7 +90,7 @@ def encoded_shards(
     num_tokens: tuple[int, int],
     limits: Limits,
     dropped: Counter[str],
-    pairs_per_shard: int = PAIRS_PER_SHARD,
+    tokens_per_shard: int = TOKENS_PER_SHARD,
 ) -> Iterator[Shard]:
     """Tokenize pairs, one shard after another; those over a limit are counted in ``dropped`` by their reason."""
     pairs = iter(pairs)
@@ -102,7 +103,7 @@ def encoded_shards(
                 continue
             for side, ids in zip(rows, pair, strict=True):
                 side.append(ids)
-            if len(rows[0].offsets) > pairs_per_shard:
+            if len(rows[0].ids) + len(rows[1].ids) >= tokens_per_shard:
                 yield Shard(rows[0].finished(), rows[1].finished())
                 rows = [GrowingRows(size) for size in num_tokens]
         number += 1

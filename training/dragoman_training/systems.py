@@ -1,9 +1,10 @@
 """Whoever turns source lines into output lines: a checkpoint here, a bundle or a server through ``dragoman generate``,
 or a file of outputs made earlier.
 
-All treat a line as the service does: blank lines and the blanks around a line come back unchanged and never reach the
-model; a line that the model does not accept gives an empty output. One difference remains: where a tokenizer has no
-way to spell a character, a checkpoint reads ``<unk>``, and the service refuses the line.
+All treat a line as the service does: blank lines, lines of which the tokenizer keeps nothing (one zero-width blank,
+say) and the blanks around a line come back unchanged and never reach the model; a line that the model does not accept
+gives an empty output. One difference remains: where a tokenizer has no way to spell a character, a checkpoint reads
+``<unk>``, and the service refuses the line.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dragoman_training.checkpoint import LoadedCheckpoint, load_model, read_json
 from dragoman_training.corpus import read_lines
@@ -24,6 +25,9 @@ from dragoman_training.data import encode_source
 from dragoman_training.decode import BeamOptions, Hypothesis, beam_search_all, greedy_all
 from dragoman_training.errors import CheckpointError, DataError
 from dragoman_training.tokenizer import PlainTokenizer, Tokenizer
+
+REFUSALS = ("invalid_request", "source_too_long")
+"""The service's error codes that are the text's own fault; after any other, the same text may be answered later."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +70,28 @@ def translate(
     max_source_tokens: int,
     search: Callable[[list[list[int]]], list[Hypothesis]],
 ) -> Outputs:
-    """Tokenize, search, detokenize. ``search`` gets the accepted sources, closed by ``</s>``; its time is counted."""
+    """Tokenize, search, detokenize. ``search`` gets the accepted sources, closed by ``</s>``; its time is counted.
+
+    Text of which the tokenizer keeps nothing comes back as it is, without a search.
+    """
     source_tokenizer, target_tokenizer = tokenizers
     contents = [text.strip() for text in sources]
-    encoded = {n: encode_source(source_tokenizer, content) for n, content in enumerate(contents) if content}
+    encoded = {n: encode_source(source_tokenizer, content) for n, content in enumerate(contents)}
+    encoded = {n: ids for n, ids in encoded.items() if len(ids) > 1}  # </s> alone: there is nothing to translate
     accepted = [n for n, ids in encoded.items() if len(ids) <= max_source_tokens]
     start = time.perf_counter()
     found = dict(zip(accepted, search([encoded[n] for n in accepted]), strict=True))
     seconds = time.perf_counter() - start
+    refused = frozenset(encoded.keys() - found.keys())
     lines = []
     for n, (text, content) in enumerate(zip(sources, contents, strict=True)):
         if n in found:
             before, after = text.split(content, 1)
             lines.append(f"{before}{target_tokenizer.decode(found[n].tokens)}{after}")
         else:
-            lines.append("" if content else text)
+            lines.append("" if n in refused else text)
     cut = frozenset(n for n, hypothesis in found.items() if hypothesis.finish_reason == "length")
-    return Outputs(lines, seconds, cut, frozenset(encoded.keys() - found.keys()))
+    return Outputs(lines, seconds, cut, refused)
 
 
 class CheckpointSystem:
@@ -119,7 +128,8 @@ class CheckpointSystem:
 class ServedSystem:
     """What ``dragoman generate``, run as a process, answers: from a bundle, or from a running server."""
 
-    def __init__(self, name: str, options: Sequence[str], identity: dict[str, object], task: Task) -> None:
+    def __init__(self, name: str, options: Sequence[str], identity: dict[str, object] | None, task: Task) -> None:
+        """``identity`` None: it will be asked for."""
         self.name, self.task = name, task
         self._options, self._identity = list(options), identity
 
@@ -139,32 +149,54 @@ class ServedSystem:
     @classmethod
     def of_server(cls, address: str) -> ServedSystem:
         """A server at HOST:PORT. Its answers are taken for text."""
-        return cls(address, ["--target", address], {"server": address}, Task())
+        return cls(address, ["--target", address], None, Task())
 
     def identity(self) -> dict[str, object]:
-        """The manifest's SHA-256 (it holds those of all files), or the server's address."""
+        """The manifest's SHA-256 (it holds those of all files), or what the server says that it serves.
+
+        A server is asked once, at the first call, and may lie at another address the next time. ``DataError`` when it
+        does not answer.
+        """
+        if self._identity is None:
+            (served,) = self._generate(["--model-info"], "", 1)
+            self._identity = {name: served[name] for name in ("model", "version", "checksum")}
         return self._identity
 
     def outputs(self, sources: Sequence[str]) -> Outputs:
-        """The answers; the process' start counts as time. ``DataError`` with its last words when it fails."""
-        arguments = ["generate", "--json", "--on-error", "keep-going", *self._options]
-        command = [sys.executable, "-m", "dragoman.cli.main", *arguments]
+        """The answers; the process' start counts as time.
+
+        ``DataError`` when the process fails, or when a line has no answer for a reason that is not its own, such as a
+        server that stays full: an empty output would pass for the model's.
+        """
         start = time.perf_counter()
-        text = "".join(f"{source}\n" for source in sources).encode("utf-8")
-        done = subprocess.run(command, input=text, capture_output=True, check=False)
+        text = "".join(f"{source}\n" for source in sources)
+        replies = self._generate(["--json", "--on-error", "keep-going"], text, len(sources))
         seconds = time.perf_counter() - start
-        answers = done.stdout.split(b"\n")[:-1]
-        if done.returncode not in (0, 1) or len(answers) != len(sources):  # 1: some lines were refused
-            words = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no message"]
-            raise DataError(f"dragoman {' '.join(arguments)} ended with status {done.returncode}: {words[0]}")
-        replies = [json.loads(answer) for answer in answers]
-        refused = frozenset(n for n, reply in enumerate(replies) if "error" in reply)
+        errors = {n: reply["error"] for n, reply in enumerate(replies) if "error" in reply}
+        for n, error in errors.items():
+            if error["code"] not in REFUSALS:
+                raise DataError(
+                    f"{self.name} has no answer to {sources[n][:60]!r}, which is not the text's fault:"
+                    f" {error['message']} ({error['code']}): run the command again"
+                )
+        refused = frozenset(errors)
         cut = frozenset(
             n
             for n, reply in enumerate(replies)
             if any(segment["hypotheses"][0]["finish_reason"] == "length" for segment in reply.get("segments", []))
         )
         return Outputs([reply.get("text", "") for reply in replies], seconds, cut, refused)
+
+    def _generate(self, arguments: Sequence[str], text: str, count: int) -> list[dict[str, Any]]:
+        """The ``count`` JSON objects that the command prints. ``DataError`` with its last words when it fails."""
+        words = ["generate", *arguments, *self._options]
+        command = [sys.executable, "-m", "dragoman.cli.main", *words]
+        done = subprocess.run(command, input=text.encode("utf-8"), capture_output=True, check=False)
+        answers = done.stdout.split(b"\n")[:-1]
+        if done.returncode not in (0, 1) or len(answers) != count:  # 1: some lines have an error for an answer
+            last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no message"]
+            raise DataError(f"dragoman {' '.join(words)} ended with status {done.returncode}: {last[0]}")
+        return [json.loads(answer) for answer in answers]
 
 
 class FileSystem:

@@ -15,11 +15,16 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 class RunWriter:
-    """Writes scalars. A run that goes on after step ``after`` hides what a killed session wrote of later steps."""
+    """Writes scalars. A run that goes on after step ``after`` hides what a killed session wrote of later steps.
+
+    So does one that begins anew, after step 0, since the killed session left no checkpoint.
+    """
 
     def __init__(self, run: Path, after: int = 0) -> None:
-        self._writer = EventFileWriter(str(run / "tensorboard"))
-        if after:
+        folder = run / "tensorboard"
+        went_before = folder.is_dir() and any(folder.iterdir())
+        self._writer = EventFileWriter(str(folder))
+        if went_before:
             start = Event(step=after + 1, session_log=SessionLog(status=SessionLog.START), wall_time=time.time())
             self._writer.add_event(start)
 

@@ -11,9 +11,10 @@ is text: it never becomes that special's id. Sequence templates: a source is its
 
 from __future__ import annotations
 
+import heapq
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -26,6 +27,11 @@ from dragoman_training.errors import CheckpointError, DataError
 from dragoman_training.sampling import Sampler
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
+# A vocabulary is learned from at most so much text. The library needs up to about 7 (BPE) and 20 (unigram) bytes a
+# character besides; unigram also takes several times as long.
+TRAINING_LINES = 1_000_000
+TRAINING_CHARACTERS = {"bpe": 50_000_000, "unigram": 20_000_000}
+LONGEST_LINE = 4192  # bytes: the library's default; it does not look at longer ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,24 +162,19 @@ class SentencePieceTokenizer:
     def train(cls, config: TokenizerConfig, lines: Iterable[str], seed: int) -> SentencePieceTokenizer:
         """Learn a vocabulary of ``config.vocab_size`` tokens from lines of text.
 
-        At most a million lines, drawn at random, are looked at and held in memory; lines over 4,192 bytes are not
-        looked at. Raises ``DataError`` when they do not hold that many tokens.
+        Of more than a million lines, or more characters than ``TRAINING_CHARACTERS``, a random sample of that size is
+        looked at and held in memory; blank lines and those over ``LONGEST_LINE`` bytes are not looked at. The same
+        lines and ``seed`` give the same vocabulary, in any process. Raises ``DataError`` when the lines do not hold
+        that many tokens.
         """
         assert config.vocab_size is not None  # TokenizerConfig checks
+        usable = (line for line in lines if line.strip() and len(line.encode("utf-8")) <= LONGEST_LINE)
+        drawn = drawn_lines(usable, TRAINING_LINES, TRAINING_CHARACTERS[config.kind], Random(seed))
+        drawn.reverse()
         model = io.BytesIO()
-        failures: list[Exception] = []
-
-        def readable_lines() -> Iterator[str]:
-            try:
-                yield from (line for line in lines if line.strip())
-            except Exception as error:  # the library would make another error of it
-                failures.append(error)
-                raise
-
-        sentencepiece.set_random_generator_seed(seed)
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=readable_lines(),
+                sentence_iterator=(drawn.pop() for _ in range(len(drawn))),  # held once: the library copies them
                 model_writer=model,
                 model_type=config.kind,
                 vocab_size=config.vocab_size,
@@ -187,13 +188,12 @@ class SentencePieceTokenizer:
                 eos_id=SPECIAL_IDS.eos,
                 unk_id=SPECIAL_IDS.unk,
                 unk_surface="\ufffd",
-                input_sentence_size=1_000_000,
+                input_sentence_size=0,  # all: its own sample is another one in each process
+                max_sentence_length=LONGEST_LINE,
                 num_threads=1,  # the result depends on it
                 minloglevel=2,
             )
         except RuntimeError as error:
-            if failures:
-                raise failures[0] from None
             raise DataError(
                 f"the training text gives no vocabulary of tokenizer.vocab_size = {config.vocab_size} tokens: lower it,"
                 f" or add text ({str(error).rpartition('] ')[2].strip() or 'there is none'})"
@@ -218,6 +218,26 @@ class SentencePieceTokenizer:
     def to_bytes(self) -> bytes:
         """The SentencePiece model file."""
         return self._model
+
+
+def drawn_lines(lines: Iterable[str], most_lines: int, most_characters: int, random: Random) -> list[str]:
+    """A random sample of the lines, in their order, as large as both limits allow; all of them if they fit.
+
+    Each line draws a number, and those with the lowest stay: one reading, and only the sample in memory.
+    """
+    kept: list[tuple[float, int, str]] = []  # a heap, the highest number first
+    characters, bound = 0, 1.0
+    for place, line in enumerate(lines):
+        if (number := random.random()) >= bound:
+            continue
+        heapq.heappush(kept, (-number, place, line))
+        characters += len(line)
+        while len(kept) > most_lines or characters > most_characters:
+            number, _, out = heapq.heappop(kept)
+            characters -= len(out)
+            bound = -number
+    kept.sort(key=lambda item: item[1])
+    return [line for _, _, line in kept]
 
 
 def message_fields(message: bytes) -> dict[int, bytes]:

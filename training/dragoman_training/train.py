@@ -14,11 +14,11 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
@@ -27,23 +27,25 @@ from tqdm import tqdm
 
 from dragoman_training import checkpoint, data
 from dragoman_training.averaging import MovingAverage
-from dragoman_training.config import TrainConfig
+from dragoman_training.config import TrainConfig, require
 from dragoman_training.distributed import Group, join
 from dragoman_training.errors import CheckpointError, ConfigError, TrainingError
+from dragoman_training.folders import locked
 from dragoman_training.model import Transformer
 from dragoman_training.muon import MuonWithAdamW
 from dragoman_training.optim import learning_rate, make_optimizer
 from dragoman_training.precision import LossScale
 from dragoman_training.tensorboard import RunWriter
 from dragoman_training.tokenizer import SpecialIds
-from dragoman_training.validate import describe, validate
+from dragoman_training.validate import describe, describe_signatures, validate
 from dragoman_training.workers import Workers
 
 LOG = logging.getLogger(__name__)
 MAX_BAD_STEPS = 10
 LOG_EVERY = 50  # steps between two points of TensorBoard's training curves
+LOCK = ".lock"  # in a run's folder, held while it is trained
 # What may be in a run's folder before its config.json: an interrupted start leaves no more.
-BEFORE_THE_START = ("tokenizers", ".tokenizers.lock", ".writing-tokenizers", "shards")
+BEFORE_THE_START = (LOCK, "tokenizers", ".tokenizers.lock", ".writing-tokenizers", "shards")
 # Settings that may differ when a run is resumed with --allow-change; of data, schedule and loop all may.
 CHANGEABLE = (
     "data.",
@@ -56,7 +58,8 @@ CHANGEABLE = (
     "model.attention_dropout",
     "model.activation_dropout",
 )
-# A change of these gives other batches, so that the place in the epoch means nothing any more.
+# A change of these gives other batches, so that the place in the epoch means nothing any more. loop.accumulate does
+# not: a step takes more or fewer shares of the same plan.
 OF_THE_PLAN = (
     "data.train_source",
     "data.train_target",
@@ -67,6 +70,7 @@ OF_THE_PLAN = (
     "tokenizer.sampling",
     "loop.seed",
     "loop.workers",
+    "processes",
 )
 # A change of these makes the figures of earlier validations incomparable.
 OF_THE_METRIC = ("data.dev_source", "data.dev_target", "loop.metric", "loop.bleu_tokenizer")
@@ -93,9 +97,12 @@ class Progress:
     validations_without_better: int = 0
 
     def judge(self, metric: str, value: float) -> None:
-        """Take in a validation of the present step. The loss is better when lower, all else when higher."""
+        """Take in a validation of the present step. The loss is better when lower, all else when higher.
+
+        A value that is not finite is never better: until there is a finite one, there is no best.
+        """
         sign = -1 if metric == "loss" else 1
-        if self.best_value is None or sign * value > sign * self.best_value:
+        if math.isfinite(value) and (self.best_value is None or sign * value > sign * self.best_value):
             self.best_step, self.best_value, self.validations_without_better = self.step, value, 0
         else:
             self.validations_without_better += 1
@@ -167,7 +174,6 @@ class Trainer:
         self.workers = Workers(
             self.model,
             loop.workers,
-            loop.seed,
             smoothing,
             precision=loop.precision,
             compiled=loop.compile,
@@ -239,7 +245,8 @@ class Trainer:
         The shares are planned one by one, so that a batch mixes short and long pairs without padding.
         """
         loop, progress, group = self.config.loop, self.progress, self.group
-        share_tokens, spread = self.config.data.batch_tokens // loop.workers, self.config.data.length_spread
+        share_tokens = self.config.data.batch_tokens // (loop.workers * group.world_size)
+        spread = self.config.data.length_spread
         while True:
             dataset = self.datasets.train_for_epoch(progress.epoch)
             plan = data.plan_batches(dataset, share_tokens, loop.seed, progress.epoch, spread)
@@ -323,7 +330,13 @@ class Trainer:
         if self.average:  # which starts from the weights where the run had none so far
             self.average.restart(saved_weights, state.get("average_updates", 0))
         self.progress = Progress(**state["progress"])
+        # The moments of the saved state with the options of the configuration, which may have changed.
+        options = [
+            {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
+        ]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(own)
         if self.workers.loss_scale and "loss_scale" in state:
             self.workers.loss_scale = LossScale(**state["loss_scale"])
 
@@ -350,9 +363,13 @@ class Trainer:
         # The clocks restart from the saved sums: time spent between sessions does not count.
         clocks = time.monotonic() - progress.seconds, time.process_time() - progress.cpu_seconds
         quiet = not (self.group.is_main and sys.stderr.isatty())
-        writer = RunWriter(self.run, after=progress.step) if self.group.is_main else None
         since_validation, since_log = Meter(), Meter()
-        with self.workers, tqdm(total=steps, initial=progress.step, unit="step", disable=quiet) as bar:
+        told_signatures = False
+        with (
+            self.charting() as writer,
+            self.workers,
+            tqdm(total=steps, initial=progress.step, unit="step", disable=quiet) as bar,
+        ):
             self.workers.training(True)
             batches = self.batches()
             while not self.finished and not self.stopping():
@@ -374,15 +391,26 @@ class Trainer:
                     if self.group.is_main:
                         line = f"{describe(metrics)}, {since_validation.step_seconds:.3f} s a step"
                         bar.write(line, file=sys.stderr)
+                        for line in () if told_signatures else describe_signatures(metrics["signatures"]):
+                            bar.write(line, file=sys.stderr)
+                        told_signatures = True
                     self.chart(writer, {f"dev/{n[4:]}": value for n, value in metrics.items() if n.startswith("dev_")})
                     self.save(metrics)
                     since_validation = Meter()
             if self.stop_signal is not None and progress.step > 0:
                 self.save({"step": progress.step})
-        if writer:
-            with suppress(OSError):
-                writer.close()
         return self.stop_signal
+
+    @contextmanager
+    def charting(self) -> Iterator[RunWriter | None]:
+        """TensorBoard's writer, in the main process; closed however the training ends."""
+        writer = RunWriter(self.run, after=self.progress.step) if self.group.is_main else None
+        try:
+            yield writer
+        finally:
+            if writer:
+                with suppress(OSError):
+                    writer.close()
 
     def stopping(self) -> bool:
         """Whether this or another process was told to stop; all find out before the same step."""
@@ -464,6 +492,9 @@ class Trainer:
             ending = (
                 f"stopped early at step {progress.step}: {loop.patience} validations without a better {loop.metric}"
             )
+        if progress.best_step is None:
+            self.say(f"{ending}; no best: no validation's {loop.metric} was a finite number")
+            return
         self.say(f"{ending}; best at step {progress.best_step}; next: dragoman evaluate")
 
 
@@ -489,6 +520,25 @@ def refuse_changes(run: Path, changes: Changes, allowed: Sequence[str]) -> None:
             raise CheckpointError(f"{found}; restore it, give --allow-change {key}, or choose another --out")
 
 
+def refuse_unknown(allowed: Sequence[str]) -> None:
+    """``ConfigError`` for a key of ``--allow-change`` that is no setting."""
+    sections = {name: list(get_type_hints(kind)) for name, kind in get_type_hints(TrainConfig).items()}
+    for key in allowed:
+        section, _, name = key.partition(".")
+        if key != "processes" and name not in sections.get(section, []):
+            known = [f"{section}.{name}" for name in sections[section]] if section in sections else None
+            choices = ", ".join(known or [*(f"{name}.KEY" for name in sections), "processes"])
+            raise ConfigError(f"--allow-change {key}: there is no such setting; known here: {choices}")
+
+
+def refuse_small_batch(config: TrainConfig, group: Group) -> None:
+    """``ConfigError`` where a process's share of a batch cannot hold a longest row."""
+    longest = max(config.data.max_source_tokens, config.data.max_target_tokens)
+    least = longest * config.loop.workers * group.world_size
+    remedy = f"it must hold a longest row ({longest} tokens) for each of {group.world_size} processes: at least {least}"
+    require(config.data.batch_tokens >= least, "data.batch_tokens", config.data.batch_tokens, remedy)
+
+
 def refuse_early(config: TrainConfig, run: Path, group: Group, allowed: Sequence[str]) -> None:
     """Refuse to resume what is not there, or with other settings, before any data is read."""
     if not (run / "config.json").exists():
@@ -502,12 +552,30 @@ def refuse_early(config: TrainConfig, run: Path, group: Group, allowed: Sequence
     refuse_changes(run, checkpoint.changed_settings(saved, {**now, "processes": group.world_size}), allowed)
 
 
-def make_folder(run: Path) -> None:
-    """Make a new run's folder; refuses one that holds anything but what an interrupted start left, which goes."""
+def refuse_existing(run: Path) -> None:
+    """``CheckpointError`` for a new run in a place that holds anything but what an interrupted start left."""
     if run.exists() and (not run.is_dir() or any(path.name not in BEFORE_THE_START for path in run.iterdir())):
         raise CheckpointError(f"{run} exists: continue it with --resume, or choose another --out")
-    run.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(run / "tokenizers", ignore_errors=True)  # of another configuration, perhaps
+
+
+def claim(run: Path, resume: bool, claimed: ExitStack) -> None:
+    """Lock a run's folder for this process until ``claimed`` is closed; a new run's is made.
+
+    ``CheckpointError`` where it holds something else, cannot be written, or another process has it.
+    """
+    if not resume:
+        refuse_existing(run)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        claimed.enter_context(locked(run / LOCK, wait=False))
+    except BlockingIOError as error:
+        remedy = "wait until it ends, or choose another --out"
+        raise CheckpointError(f"{run} is being trained by another process: {remedy}") from error
+    except OSError as error:
+        raise CheckpointError(f"{run} cannot be written ({error}): choose another --out") from error
+    if not resume:
+        refuse_existing(run)  # that process may have ended meanwhile
+        shutil.rmtree(run / "tokenizers", ignore_errors=True)  # of another configuration, perhaps
 
 
 @contextmanager
@@ -532,24 +600,35 @@ def train(config: TrainConfig, run: Path, resume: bool = False, allowed: Sequenc
     """
     if allowed and not resume:
         raise ConfigError(f"--allow-change {allowed[0]} is for a run that is resumed: add --resume")
+    refuse_unknown(allowed)
     group = join(config.loop)
     try:
-        return train_in_group(config, run, group, resume, allowed)
-    finally:
-        group.close()
+        stopped_by = train_in_group(config, run, group, resume, allowed)
+    except BaseException:
+        group.close(failed=True)
+        raise
+    group.close()
+    return stopped_by
 
 
 def train_in_group(config: TrainConfig, run: Path, group: Group, resume: bool, allowed: Sequence[str]) -> int | None:
     """``train`` as one of the processes of ``group``."""
+    refuse_small_batch(config, group)
     if resume:
         refuse_early(config, run, group, allowed)
-    elif group.is_main:
-        make_folder(run)
-    group.barrier()
-    trainer = Trainer(config, run, group)
-    with stopping_on_signals(trainer):
-        trainer.resume(allowed) if resume else trainer.start()
-        trainer.introduce()
-        stopped_by = trainer.train()
-    trainer.conclude()
+    with ExitStack() as claimed:
+        refusal = None
+        if group.is_main:
+            try:
+                claim(run, resume, claimed)
+            except CheckpointError as error:
+                refusal = str(error)
+        if (refusal := group.from_main(refusal)) is not None:  # all end, none waits for the others
+            raise CheckpointError(refusal)
+        trainer = Trainer(config, run, group)
+        with stopping_on_signals(trainer):
+            trainer.resume(allowed) if resume else trainer.start()
+            trainer.introduce()
+            stopped_by = trainer.train()
+        trainer.conclude()
     return stopped_by

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dragoman_training.config import TrainConfig
-from dragoman_training.data import Pair, make_batch
-from dragoman_training.decode import Hypothesis, greedy, near_equal
+from dragoman_training.data import Datasets, Pair, make_batch
+from dragoman_training.decode import Hypothesis, greedy, in_groups
 from dragoman_training.errors import DataError
 from dragoman_training.loss import projection_loss
 from dragoman_training.model import Transformer
@@ -17,9 +18,6 @@ from dragoman_training.scoring import TextScores, score_text
 from dragoman_training.systems import translate
 from dragoman_training.tokenizer import SpecialIds
 from dragoman_training.workers import Workers
-
-if TYPE_CHECKING:
-    from dragoman_training.data import Datasets
 
 ROWS = 128
 
@@ -65,15 +63,10 @@ def validate(workers: Workers, datasets: Datasets, config: TrainConfig, special:
         return summed_loss(model, chunk, special)
 
     def search(sources: list[list[int]]) -> list[Hypothesis]:
-        def decode(model: Transformer, group: list[int]) -> list[Hypothesis]:
-            return greedy(model, [sources[n] for n in group], limits.max_target_tokens, special)
+        def decode(model: Transformer, group: list[Sequence[int]]) -> list[Hypothesis]:
+            return greedy(model, group, limits.max_target_tokens, special)
 
-        groups = near_equal(sources, ROWS)
-        found = workers.map(decode, groups)
-        by_source = {
-            n: one for group, part in zip(groups, found, strict=True) for n, one in zip(group, part, strict=True)
-        }
-        return [by_source[n] for n in range(len(sources))]
+        return in_groups(sources, ROWS, lambda groups: workers.map(decode, groups))
 
     workers.training(False)
     measured = workers.map(losses, [pairs[i : i + ROWS] for i in range(0, len(pairs), ROWS)])
@@ -98,6 +91,12 @@ def summed_loss(model: Transformer, pairs: list[Pair], special: SpecialIds) -> t
     )
     hidden = model.decode_hidden(target, model.encode(source, lengths), lengths)  # (B, T, D)
     return projection_loss(hidden, model.projection, labels, special.pad, 0.0).item(), sum(len(p.target) for p in pairs)
+
+
+def describe_signatures(signatures: dict[str, str]) -> list[str]:
+    """A line for a person for each figure that has a signature of sacreBLEU: how it was computed."""
+    names = {"bleu": "BLEU", "chrf": "chrF"}
+    return [f"dev {names.get(name, name)} is sacreBLEU's {signature}" for name, signature in signatures.items()]
 
 
 def describe(metrics: dict[str, Any]) -> str:

@@ -2,16 +2,20 @@
 
 It runs the model here, without a server, unless --target names one. Only LF and CRLF end a line, and line ends are
 kept; blank lines come back unchanged. Input is read as it is needed, and many lines are in work at once.
+--model-info asks a server what it serves, and answers nothing.
 
   dragoman generate giraffe
   dragoman generate < words.txt > answers.txt
   dragoman generate --target localhost:50051 --json giraffe
+  dragoman generate --target localhost:50051 --model-info
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
+import json
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -43,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print each answer as a JSON object with all there is to know"
     )
+    parser.add_argument(
+        "--model-info",
+        action="store_true",
+        help="with --target: print what the server serves as a JSON object (name, version, checksum, limits, ...)",
+    )
     parser.add_argument("--stream", action="store_true", help="print the answer to one TEXT as it comes")
     parser.add_argument(
         "--on-error",
@@ -62,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--stream needs exactly one TEXT and no --json")
     if args.target is not None and args.bundle is not None:
         raise ConfigError("--bundle and --target were both given: a server chooses its own bundle")
+    if args.model_info:
+        if args.target is None or args.text:
+            raise ConfigError("--model-info needs --target and no TEXT; of a bundle, dragoman inspect tells all")
+        return asyncio.run(_print_model_info(args))
     return asyncio.run(_run(args, options))
 
 
@@ -83,6 +96,15 @@ async def _run(args: argparse.Namespace, options: DecodingOptions) -> int:
             as_json=args.json,
             stop=args.on_error == "stop",
         )
+
+
+async def _print_model_info(args: argparse.Namespace) -> int:
+    from dragoman.client import AsyncClient
+
+    async with AsyncClient(args.target, model=args.model or "") as client:
+        info = dataclasses.asdict(await client.model_info())
+    print(json.dumps({**info, "created": info["created"].isoformat()}, ensure_ascii=False))
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dragoman.cli import generate
-from dragoman.errors import ModelNotFoundError, NotReadyError
+from dragoman.errors import ConfigError, ModelNotFoundError, NotReadyError
 
 STDIN = """
 import argparse, sys
@@ -43,6 +43,19 @@ async def test_texts_are_answered_line_by_line(start_server, capfdbinary):
     assert answer["segments"][0]["hypotheses"][0]["finish_reason"] == "stop"
     assert await run(running, "--stream", " abc\nde") == 0
     assert capfdbinary.readouterr().out == b" abc\nde\n"
+
+
+async def test_what_a_server_serves_is_printed(start_server, capfdbinary):
+    """As one JSON object, without an answer; a bundle or a text has no place there."""
+    running = await start_server()
+    assert await run(running, "--model-info") == 0
+    out = capfdbinary.readouterr().out
+    assert out.count(b"\n") == 1
+    served, told = await running.client.model_info(), json.loads(out)
+    assert (told["model"], told["checksum"]) == ("scripted", served.checksum)
+    assert told["created"] == served.created.isoformat()
+    with pytest.raises(ConfigError, match="no TEXT"):
+        await run(running, "--model-info", "abc")
 
 
 async def test_a_refused_text_is_named_and_status_1(start_server, capfdbinary):

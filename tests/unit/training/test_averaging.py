@@ -1,6 +1,7 @@
 """The average of checkpoints: its numbers, what it may be used for, and what cannot be averaged."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -49,8 +50,16 @@ def test_the_sum_is_taken_in_double_precision(run: Path) -> None:
 @pytest.mark.parametrize("number", [0, 4])
 def test_more_checkpoints_than_there_are_is_refused(run: Path, number: int) -> None:
     """The message tells how many there are and how to keep more."""
-    with pytest.raises(CheckpointError, match=rf"has 3 checkpoints, not {number}: .*loop\.keep_checkpoints"):
+    with pytest.raises(CheckpointError, match=rf"has 3 .*validations, not {number}: .*loop\.keep_checkpoints"):
         newest_checkpoints(run, number)
+
+
+def test_an_old_best_checkpoint_is_no_neighbour_of_the_newest(run: Path) -> None:
+    """Step 8 is gone: steps 4 and 12 are not the two newest; 12 alone is."""
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    with pytest.raises(CheckpointError, match=r"no longer has the checkpoint of step 8.*loop\.keep_checkpoints"):
+        newest_checkpoints(run, 2)
+    assert [folder.name for folder in newest_checkpoints(run, 1)] == ["step-00000012"]
 
 
 @pytest.mark.parametrize(

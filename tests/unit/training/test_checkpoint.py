@@ -146,14 +146,51 @@ def test_a_metrics_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1}\n'
 
 
+def test_a_metrics_line_is_on_the_disk_before_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File and folder are flushed, with the line in it."""
+    flushed: dict[Path, str] = {}
+    path = tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(checkpoint, "flush", lambda what: flushed.update({what: path.read_text()}))
+    checkpoint.append_metrics(path, {"step": 1})
+    assert flushed == {path: '{"step": 1}\n', tmp_path: '{"step": 1}\n'}
+
+
+def test_truncating_keeps_the_lines_up_to_a_step(tmp_path: Path) -> None:
+    """Whatever else stands there goes."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 4}\n{"loss": 1}\n[4]\n4\n{"step": null}\n{"step": 8}\n{"step": 12}\n{"step"')
+    checkpoint.truncate_metrics(path, 8)
+    assert path.read_text() == '{"step": 4}\n{"step": 8}\n'
+    checkpoint.truncate_metrics(tmp_path / "none.jsonl", 8)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    """Of nine digits, too."""
+    names = ["step-00000002", "step-00000010", "step-99999999", "step-100000000"]
+    for name in reversed(names):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [folder.name for folder in checkpoint.checkpoint_folders(tmp_path)] == names
+
+
 def test_the_newest_and_the_best_are_kept(trainer: Trainer) -> None:
     """Two newest by configuration, and the best however old."""
     trainer.progress.best_step = 1
     for step in range(1, 6):
         trainer.progress.step = step
-        trainer.save({})
+        trainer.save({"dev_loss": 1.0})
     names = [path.name for path in checkpoint.checkpoint_folders(trainer.run)]
     assert names == ["step-00000001", "step-00000004", "step-00000005"]
+
+
+def test_the_state_of_a_signal_takes_no_place_of_a_validated_checkpoint(trainer: Trainer) -> None:
+    """It stays while it is the newest."""
+    seen = []
+    for step, metrics in ((2, {"dev_loss": 1.0}), (3, {"dev_loss": 1.0}), (4, {}), (5, {}), (6, {"dev_loss": 1.0})):
+        trainer.progress.step = step
+        trainer.save(metrics)
+        seen.append([int(path.name[-1]) for path in checkpoint.checkpoint_folders(trainer.run)])
+    assert seen == [[2], [2, 3], [2, 3, 4], [2, 3, 5], [3, 6]]
 
 
 def change_record(change: Callable[[dict[str, object]], object]) -> Callable[[Path], None]:

@@ -7,6 +7,7 @@ import pytest
 
 from dragoman_training.corpus import (
     count_lines,
+    file_sha256,
     iterate_jsonl,
     iterate_lines,
     iterate_pairs,
@@ -43,6 +44,13 @@ def test_gzip_is_unpacked_by_its_name(tmp_path: Path) -> None:
     for name in ("cut.gz", "plain.gz"):
         with pytest.raises(DataError, match=f"{name} cannot be read"):
             read_lines(tmp_path / name)
+
+
+def test_a_missing_file_is_refused_with_a_remedy_that_fits_any_file(tmp_path: Path) -> None:
+    """Outputs and references are read here too, which nothing prepares."""
+    for read in (read_lines, count_lines, file_sha256):
+        with pytest.raises(DataError, match=r"absent cannot be read \(No such file or directory\): check the path$"):
+            read(tmp_path / "absent")
 
 
 def test_files_of_unequal_length_are_refused_with_both_counts(tmp_path: Path) -> None:

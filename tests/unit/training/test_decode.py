@@ -16,6 +16,7 @@ from dragoman_training.decode import (
     beam_search_all,
     greedy,
     greedy_all,
+    in_groups,
     most_probable,
 )
 from dragoman_training.model import KeyValue, Transformer
@@ -289,3 +290,17 @@ def test_the_most_probable_are_those_of_a_stable_sort() -> None:
     expected, order = torch.sort(rows, descending=True, stable=True)
     assert [sorted(row, reverse=True) for row in values] == expected[:, :7].tolist()
     assert [set(row) for row in ids] == [set(row) for row in order[:, :7].tolist()]
+
+
+def test_groups_are_of_near_equal_length_and_results_in_the_sources_order() -> None:
+    """However the search goes through the groups."""
+    sources = [[7] * length for length in (5, 1, 4, 2, 3)]
+    asked: list[list[int]] = []
+
+    def lengths(groups: list[list[Sequence[int]]]) -> list[list[int]]:
+        asked.extend([len(source) for source in group] for group in groups)
+        return [[len(source) for source in group] for group in groups]
+
+    assert in_groups(sources, 2, lengths) == [5, 1, 4, 2, 3]
+    assert asked == [[1, 2], [3, 4], [5]]
+    assert in_groups([], 2, lengths) == []

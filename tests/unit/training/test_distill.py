@@ -22,12 +22,12 @@ class Teacher:
     name = "teacher"
     task = Task()
 
-    def __init__(self, fail_at: int = -1) -> None:
+    def __init__(self, fail_at: int = -1, number: int = 1) -> None:
         self.asked: list[list[str]] = []
-        self.fail_at = fail_at
+        self.fail_at, self.number = fail_at, number
 
     def identity(self) -> dict[str, object]:
-        return {"teacher": 1}
+        return {"teacher": self.number}
 
     def outputs(self, sources: Sequence[str]) -> Outputs:
         if len(self.asked) == self.fail_at:
@@ -49,7 +49,7 @@ def test_no_student_learns_from_bad_outputs(tmp_path: Path) -> None:
     """Dropped and counted by reason: blank, refused, empty, cut and looping; a loop that the source has stays."""
     source, out = tmp_path / "source", tmp_path / "out"
     source.write_text("a\nempty\nloop\n\ncut\nrefused\nha ha ha ha\nb\u2028c\n")
-    report = distill(Teacher(), source, out, PairFilter())
+    report = distill(Teacher(), source, out, PairFilter(), part_lines=100)
     assert (out / "train.source").read_text() == "a\nha ha ha ha\nb\u2028c\n"
     assert (out / "train.target").read_text() == "A\nHA HA HA HA\nB\u2028C\n"
     assert report == json.loads((out / "report.json").read_text())
@@ -70,24 +70,26 @@ def test_a_stopped_job_goes_on_where_it_was(tmp_path: Path) -> None:
     teacher = Teacher()
     distill(teacher, source, tmp_path / "out", PairFilter(), part_lines=3)
     assert teacher.asked == [["line 6", "line 7", "line 8"], ["line 9"]]
-    distill(Teacher(), source, tmp_path / "once", PairFilter())
+    distill(Teacher(), source, tmp_path / "once", PairFilter(), part_lines=100)
     for name in ("train.source", "train.target"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "once" / name).read_bytes()
 
 
 def test_parts_of_another_job_are_refused(tmp_path: Path) -> None:
-    """Other sources, or another division into parts; and a folder that holds something else."""
+    """Another teacher, other sources, or another division into parts; and a folder that holds something else."""
     source = tmp_path / "source"
     source.write_text("a\nb\n")
     with pytest.raises(DataError, match="gone"):
         distill(Teacher(fail_at=1), source, tmp_path / "out", PairFilter(), part_lines=1)
+    with pytest.raises(DataError, match="teacher differs"):
+        distill(Teacher(number=2), source, tmp_path / "out", PairFilter(), part_lines=1)
     with pytest.raises(DataError, match="part_lines differs"):
         distill(Teacher(), source, tmp_path / "out", PairFilter(), part_lines=2)
     source.write_text("a\nc\n")
     with pytest.raises(DataError, match="source_sha256 differs"):
         distill(Teacher(), source, tmp_path / "out", PairFilter(), part_lines=1)
     with pytest.raises(DataError, match="exists: choose another --out"):
-        distill(Teacher(), source, tmp_path, PairFilter())
+        distill(Teacher(), source, tmp_path, PairFilter(), part_lines=1)
 
 
 def test_the_command_refuses_in_one_line(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:

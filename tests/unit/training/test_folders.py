@@ -41,5 +41,7 @@ def test_a_lock_shuts_out_other_processes_until_its_holder_is_gone(tmp_path: Pat
     )
     attempt = [sys.executable, "-c", program, str(tmp_path / "lock")]
     with locked(tmp_path / "lock"):
+        with pytest.raises(BlockingIOError), locked(tmp_path / "lock", wait=False):
+            pass
         assert subprocess.run(attempt, check=False).returncode == 3
     assert subprocess.run(attempt, check=False).returncode == 0

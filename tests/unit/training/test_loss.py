@@ -98,3 +98,33 @@ def test_under_autocast_products_are_bf16_and_the_sum_is_float32() -> None:
     for low, full in pairs:
         assert low.dtype == torch.float32
         assert (low - full).norm() < 0.02 * full.norm()
+
+
+def test_under_fp16_autocast_the_tails_of_the_softmax_stay_in_the_gradient() -> None:
+    """Far below what fp16 can hold, until the loss scale lifts them: then all is as in float32."""
+    hidden, projection, labels = example(2, 5, 4, 7)
+    projection.weight.data.zero_()
+    projection.bias.data = torch.tensor([-20.0, -21, -22, -23, -24, -25, 0])
+    projection.weight.data[:6] = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    labels[labels != 0] = 6  # certain and right: what is left to learn are the tails, of about 1e-9
+    scale = 65536.0
+    expected = torch.autograd.grad(projection_loss(hidden, projection, labels, 0, 0.0) * scale, hidden)[0]
+    assert 0 < (expected / scale).abs().max() < 6e-8
+    low = hidden.detach().half().requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        total = projection_loss(low, projection, labels, 0, 0.0)
+    found = torch.autograd.grad(total * scale, low)[0]
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=1e-7)
+
+
+def test_under_fp16_autocast_no_sum_over_rows_overflows() -> None:
+    """A gradient of the weights past 65,504, the largest number of fp16, which no loss scale would make smaller."""
+    projection = nn.Linear(2, 20)
+    projection.weight.data.zero_()
+    projection.bias.data.zero_()
+    hidden, labels = torch.full((1, 256, 2), 300.0), torch.ones(1, 256, dtype=torch.long)
+    with torch.autocast("cpu", torch.float16):
+        total = projection_loss(hidden, projection, labels, 0, 0.0)
+    of_weight = torch.autograd.grad(total, projection.weight)[0]
+    assert of_weight[1].tolist() == pytest.approx([-0.95 * 300 * 256] * 2, rel=1e-4)

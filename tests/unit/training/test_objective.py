@@ -44,7 +44,7 @@ def test_the_compiled_model_has_the_same_gradients(make_model: MakeModel, monkey
     results, compilations = [], []
     for compiled in (False, True):
         model = make_model(dropout=0.0, activation_dropout=0.2, encoder_layers=1, decoder_layers=1)
-        with Workers(model, 1, seed=1, smoothing=0.1, compiled=compiled) as workers:
+        with Workers(model, 1, smoothing=0.1, compiled=compiled) as workers:
             workers.training(True)
             for share in (PAIRS[4:], PAIRS[:4], PAIRS[1:6]):
                 loss, _ = workers.accumulate([share])

@@ -49,7 +49,7 @@ def test_gradients_in_16_bits_are_near_those_in_32(make_model: MakeModel, kind: 
     model = make_model(dropout=0.0)
     results = {}
     for name in ("fp32", kind):
-        with Workers(model, 2, seed=1, smoothing=0.1, precision=name) as workers:
+        with Workers(model, 2, smoothing=0.1, precision=name) as workers:
             loss, _ = workers.accumulate([PAIRS[:5], PAIRS[5:]])
             results[name] = (loss, gradients_of(model))
     assert results[kind][0] == pytest.approx(results["fp32"][0], rel=0.02)
@@ -65,7 +65,7 @@ def test_bf16_trains(make_model: MakeModel) -> None:
     model = make_model(encoder_layers=1, decoder_layers=1, **rates)
     optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2))
     losses = []
-    with Workers(model, 2, seed=1, smoothing=0.0, precision="bf16") as workers:
+    with Workers(model, 2, smoothing=0.0, precision="bf16") as workers:
         workers.training(True)
         for _ in range(20):
             losses.append(workers.accumulate([PAIRS[:6], PAIRS[6:]])[0])
@@ -80,7 +80,7 @@ def test_an_overflow_shows_in_the_gradient_and_halves_the_scale(
     model = make_model()
     huge = "dragoman_training.objective.projection_loss"
     monkeypatch.setattr(huge, lambda *arguments: projection_loss(*arguments) * 1e36)
-    with Workers(model, 1, seed=1, smoothing=0.0, precision="fp16") as workers:
+    with Workers(model, 1, smoothing=0.0, precision="fp16") as workers:
         workers.accumulate([PAIRS])
         assert not all(gradient.isfinite().all() for gradient in gradients_of(model))
         assert workers.loss_scale == LossScale(value=32768.0, good_steps=0)

@@ -63,18 +63,22 @@ def test_a_run_without_a_validation_is_refused(tmp_path: Path) -> None:
         report.draw(tmp_path, tmp_path / "nowhere" / "report.png")
 
 
-def test_tensorboard_reads_what_the_writer_wrote(tmp_path: Path) -> None:
-    """A run that went on after step 3 shows its own step 5, not that of the session that was killed."""
+@pytest.mark.parametrize(
+    ("after", "expected"), [(3, [(1, 1.5), (5, 0.5)]), (0, [(5, 0.5)])], ids=["resumed", "begun anew"]
+)
+def test_tensorboard_reads_what_the_writer_wrote(tmp_path: Path, after: int, expected: list[tuple[int, float]]) -> None:
+    """A run that went on after some step shows its own later steps, not those of the session that was killed."""
     first = RunWriter(tmp_path)
     first.scalars(1, {"dev/loss": 1.5, "train/loss": 2.5})
     first.scalars(5, {"dev/loss": 9.5})
     first.close()
     (old,) = (tmp_path / "tensorboard").iterdir()
     old.rename(old.with_name("events.out.tfevents.1000000000.first"))  # the names of one second would be equal
-    second = RunWriter(tmp_path, after=3)
+    second = RunWriter(tmp_path, after)
     second.scalars(5, {"dev/loss": 0.5})
     second.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("dev/loss")] == [(1, 1.5), (5, 0.5)]
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.5)]
+    assert [(event.step, event.value) for event in events.Scalars("dev/loss")] == expected
+    train_points = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert train_points == ([(1, 2.5)] if after else [])

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from dragoman_training import checkpoint, data
+from dragoman_training.averaging import average_checkpoints, newest_checkpoints
 from dragoman_training.configfile import load_config
 from dragoman_training.data import Pair
 from dragoman_training.errors import CheckpointError, ConfigError
+from dragoman_training.folders import locked
 from dragoman_training.train import Trainer, train
 
 PROGRAM = "import sys; from dragoman_training.cli import train as t; import argparse; p = argparse.ArgumentParser();"
@@ -73,6 +75,28 @@ def test_a_stopped_run_resumes_to_equal_weights(
     assert [step for step, _, _ in parts.steps] == list(range(1, 13))
     assert weights(toy / "parts") == weights(toy / "whole")
     assert metrics_of(toy / "parts") == metrics_of(toy / "whole")
+
+
+def test_a_stop_leaves_no_trace_in_the_average(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of step 6 is none of the two newest checkpoints: neither kept nor averaged in the end."""
+    config = load_config("toy.toml", ["schedule.steps=8"])
+    with monkeypatch.context() as patch:
+        Watched(patch, stop_after=6)
+        train(config, toy / "parts")
+    kept = [folder.name for folder in checkpoint.checkpoint_folders(toy / "parts")]
+    assert kept == ["step-00000004", "step-00000006"]
+    with pytest.raises(CheckpointError, match="has 1 checkpoints of validations, not 2"):
+        newest_checkpoints(toy / "parts", 2)
+    train(config, toy / "parts", resume=True)
+    train(config, toy / "whole")
+    for run in (toy / "parts", toy / "whole"):
+        average_checkpoints(newest_checkpoints(run, 2), toy / f"{run.name}-average")
+    parts, whole = (toy / f"{name}-average" / "model.safetensors" for name in ("parts", "whole"))
+    assert parts.read_bytes() == whole.read_bytes()
+    parts_kept, whole_kept = (
+        [folder.name for folder in checkpoint.checkpoint_folders(toy / name)] for name in ("parts", "whole")
+    )
+    assert parts_kept == whole_kept == ["step-00000004", "step-00000008"]
 
 
 # Runs the command, and kills itself at the n-th of these moments: a step, or a flush while something is written.
@@ -224,6 +248,40 @@ def test_an_allowed_change_is_applied_and_recorded(stopped: Path, capsys: pytest
     assert train(changed, stopped, resume=True) is None
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+def test_every_allowed_option_of_the_optimizer_takes_effect(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The saved state brings its moments, not its options; a bias still does not decay."""
+    with monkeypatch.context() as patch:
+        Watched(patch, stop_after=6)
+        train(load_config("toy.toml", [f"optimizer.kind={kind}"]), toy / "run")
+    changes = {"weight_decay": 0.5, "beta1": 0.6, "beta2": 0.7, "epsilon": 1e-3, "momentum": 0.8, "matrix_rate": 2.0}
+    settings = [f"optimizer.{name}={value}" for name, value in changes.items()]
+    trainer = Trainer(load_config("toy.toml", [f"optimizer.kind={kind}", *settings]), toy / "run")
+    trainer.resume([f"optimizer.{name}" for name in changes])
+    matrices, others = trainer.optimizer.param_groups
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
+    for group in (matrices, others):
+        if kind == "sgd":
+            assert group["momentum"] == 0.8
+        else:
+            assert (group["betas"], group["eps"]) == ((0.6, 0.7), 1e-3)
+    if kind == "muon":
+        assert (vars(trainer.optimizer)["momentum"], vars(trainer.optimizer)["matrix_rate"]) == (0.8, 2.0)
+    assert trainer.optimizer.state_dict()["state"]  # the moments are there
+
+
+def test_another_number_of_processes_starts_the_epoch_again(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each then has another share of the token budget."""
+    trainer = Trainer(load_config("toy.toml"), stopped)
+    trainer.resume()
+    assert trainer.progress.position > 0
+    trainer.adapt({"processes": (2, 1)})
+    assert trainer.progress.position == 0
+    assert "processes changes the batches" in capsys.readouterr().err
+
+
 def test_other_batches_start_the_epoch_again(
     stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,3 +376,33 @@ def test_changes_are_allowed_only_when_resuming(toy: Path) -> None:
     """A new run has nothing to differ from."""
     with pytest.raises(ConfigError, match="add --resume"):
         train(load_config("toy.toml"), toy / "run", allowed=["loop.seed"])
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [("loop.sead", r"known here: .*loop\.seed"), ("lop.seed", r"loop\.KEY, processes"), ("loop", "loop.seed")],
+)
+def test_a_setting_that_does_not_exist_cannot_be_allowed(stopped: Path, key: str, words: str) -> None:
+    """A typing error is told, with what there is."""
+    with pytest.raises(ConfigError, match=rf"--allow-change {key}: there is no such setting; .*{words}"):
+        train(load_config("toy.toml"), stopped, resume=True, allowed=["processes", key])
+
+
+def test_one_process_at_a_time_trains_a_run(stopped: Path, toy: Path) -> None:
+    """A second start and a second resume are refused at once, and touch nothing."""
+    config = load_config("toy.toml")
+    (toy / "new" / "tokenizers").mkdir(parents=True)
+    for run, resume in ((stopped, True), (toy / "new", False)):
+        with locked(run / ".lock"):
+            before = sorted(path.name for path in run.iterdir())
+            with pytest.raises(CheckpointError, match="is being trained by another process: wait"):
+                train(config, run, resume)
+            assert sorted(path.name for path in run.iterdir()) == before
+        assert train(config, run, resume) is None
+
+
+def test_a_place_that_cannot_be_written_is_refused(toy: Path) -> None:
+    """With the way out."""
+    (toy / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"run cannot be written .*choose another --out"):
+        train(load_config("toy.toml"), toy / "file" / "run")

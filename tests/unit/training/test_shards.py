@@ -3,8 +3,10 @@
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dragoman_training import data
 from dragoman_training.config import TrainConfig
 from dragoman_training.configfile import load_config
 from dragoman_training.data import Dataset, Pair, load_datasets
 from dragoman_training.errors import DataError
-from dragoman_training.shards import CHUNK, Limits, encoded_shards, nameless, open_shards, write_shards
+from dragoman_training.shards import (
+    CHUNK,
+    GrowingRows,
+    Limits,
+    Shard,
+    encoded_shards,
+    nameless,
+    open_shards,
+    write_shards,
+)
 
 Encoded = tuple[list[list[int]], list[list[int]]]
 
@@ -31,7 +43,7 @@ def encode_lengths(_: int, pairs: Sequence[tuple[str, str]]) -> Encoded:
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 7), st.integers(1, 7)), max_size=40),
     num_tokens=st.sampled_from([(10, 10), (10, 70_000), (65_536, 65_537)]),
-    per_shard=st.integers(1, 9),
+    per_shard=st.integers(1, 40),
 )
 def test_shards_hold_what_fits_in_order_and_count_the_rest(
     tmp_path_factory: pytest.TempPathFactory,
@@ -39,7 +51,10 @@ def test_shards_hold_what_fits_in_order_and_count_the_rest(
     num_tokens: tuple[int, int],
     per_shard: int,
 ) -> None:
-    """In memory, in nameless files and written and opened again; ids take two bytes where they can."""
+    """In memory, in nameless files and written and opened again; ids take two bytes where they can.
+
+    A shard ends with the pair that brings it to so many tokens.
+    """
     folder = tmp_path_factory.mktemp("shards")
     texts = [("x" * a, "y" * b) for a, b in sizes]
     expected = [Pair([*range(a)][::-1], [*range(b)][::-1]) for a, b in sizes if 1 < a <= 5 and 1 < b <= 6]
@@ -52,7 +67,9 @@ def test_shards_hold_what_fits_in_order_and_count_the_rest(
     )  # fmt: skip
     dropped: Counter[str] = Counter()
     shards = list(encoded_shards(texts, encode_lengths, num_tokens, Limits(5, 6), dropped, per_shard))
-    assert len(shards) == -(-len(expected) // per_shard)
+    tokens = [[len(pair.source) + len(pair.target) for pair in Dataset([shard], {})] for shard in shards]
+    assert all(sum(some) >= per_shard for some in tokens[:-1])
+    assert all(0 < sum(some) < per_shard + some[-1] for some in tokens)
     write_shards(folder, shards, dropped)
     opened = open_shards(folder)
     assert opened is not None
@@ -93,6 +110,23 @@ def test_text_is_tokenized_chunk_by_chunk() -> None:
 
     list(encoded_shards(texts(), encode, (9, 9), Limits(5, 5), Counter()))
     assert seen == [(0, CHUNK, CHUNK), (1, 5, CHUNK + 5)]
+
+
+def test_a_finished_shard_is_not_copied() -> None:
+    """It would be in memory twice."""
+    rows = GrowingRows(10)
+    tracemalloc.start()
+    try:
+        for _ in range(200):
+            rows.append([5] * 1000)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        finished = rows.finished()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert finished.ids.nbytes == 400_000
+    assert peak - held < 10_000
 
 
 @pytest.fixture
@@ -190,6 +224,30 @@ def test_no_place_for_shards_is_refused(toy: Path, config: TrainConfig) -> None:
     (toy / "run" / "shards").write_text("")
     with pytest.raises(DataError, match=r"neither beside .* nor in .*run"):
         load_datasets(config, toy / "run")
+
+
+def test_a_build_does_not_wait_for_that_of_other_shards(
+    toy: Path, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another run, in the same folder, are made from beginning to end meanwhile."""
+    other = replace(config, data=replace(config.data, max_source_tokens=7))
+    found: list[int] = []
+
+    def write_while_another_builds(folder: Path, shards: Iterable[Shard], dropped: Mapping[str, int]) -> None:
+        monkeypatch.setattr(data, "write_shards", write_shards)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(load_datasets, other, toy / "other")
+            try:
+                found.append(len(future.result(timeout=30).train))
+            except TimeoutError:
+                future.add_done_callback(lambda _: found.append(-1))
+                raise
+        write_shards(folder, shards, dropped)
+
+    monkeypatch.setattr(data, "write_shards", write_while_another_builds)
+    assert len(load_datasets(config, toy / "run").train) == 60
+    assert found == [60]
+    assert len(shard_folders(toy)) == 2
 
 
 def test_processes_that_start_together_build_once(toy: Path) -> None:

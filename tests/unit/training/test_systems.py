@@ -7,25 +7,30 @@ from pathlib import Path
 
 import pytest
 
+from dragoman_training.config import TokenizerConfig
 from dragoman_training.configfile import load_config
 from dragoman_training.decode import Hypothesis
 from dragoman_training.errors import CheckpointError, DataError
 from dragoman_training.systems import CheckpointSystem, FileSystem, ServedSystem, Task, system_at, translate
-from dragoman_training.tokenizer import PlainTokenizer
+from dragoman_training.tokenizer import SPECIAL_IDS, PlainTokenizer, SentencePieceTokenizer
 from dragoman_training.train import train
 
 # What stands in for the service's command: capitals, one refused line, one that reaches the limit.
 GENERATE = """
 import json, sys
+if "bad" in sys.argv: sys.exit("starting\\nerror: no bundle here")
+if sys.argv[1:3] == ["generate", "--model-info"]:
+    print(json.dumps({"model": "m", "version": "1", "checksum": open("served").read(), "max_new_tokens": 9}))
+    sys.exit()
 assert sys.argv[1:5] == ["generate", "--json", "--on-error", "keep-going"], sys.argv
 print(sys.argv[5:], file=open("arguments", "w"))
-if "bad" in sys.argv: sys.exit("starting\\nerror: no bundle here")
 status = 0
+CODES = {"refused": "source_too_long", "unknown": "invalid_request", "full": "overloaded", "nan": "internal"}
 for line in sys.stdin.buffer.read().decode("utf-8").split("\\n")[:-1]:
     reason = "length" if line == "long" else "stop"
     reply = {"text": line.upper(), "segments": [{"hypotheses": [{"finish_reason": reason}]}] if line.strip() else []}
-    if line == "refused":
-        reply, status = {"error": {"code": "source_too_long", "message": "too long"}}, 1
+    if line in CODES:
+        reply, status = {"error": {"code": CODES[line], "message": f"it is {line}"}}, 1
     sys.stdout.buffer.write(json.dumps(reply, ensure_ascii=False).encode("utf-8") + b"\\n")
     if line == "die": sys.exit(1)
 sys.exit(status)
@@ -69,6 +74,23 @@ def test_lines_are_treated_as_the_service_treats_them() -> None:
     assert [len(ids) for ids in asked] == [4, 3, 2]
 
 
+def test_a_line_of_which_the_tokenizer_keeps_nothing_comes_back_unchanged() -> None:
+    """A zero-width blank, which the rule takes away: no model is asked what it would invent."""
+    config = TokenizerConfig(kind="bpe", vocab_size=264, normalization="nmt_nfkc", joint=True)
+    tokenizer = SentencePieceTokenizer.train(config, ["ab", "ba", "aab"] * 5, seed=1)
+    asked: list[list[int]] = []
+
+    def search(sources: list[list[int]]) -> list[Hypothesis]:
+        asked.extend(sources)
+        return [Hypothesis(ids[:-1], [], 0.0, "length") for ids in sources]
+
+    outputs = translate(["ab", " \u200b ", "\u200b"], (tokenizer, tokenizer), 9, search)
+    assert outputs.lines == ["ab", " \u200b ", "\u200b"]
+    assert asked == [[*tokenizer.encode("ab"), SPECIAL_IDS.eos]]
+    assert outputs.cut == {0}
+    assert not outputs.refused
+
+
 def test_a_checkpoint_is_decoded_in_order(toy: Path) -> None:
     """Line by line or together, greedily or with a beam of one; its task is that of its tokenizer."""
     train(load_config("toy.toml"), toy / "run")
@@ -87,9 +109,9 @@ def test_a_checkpoint_is_decoded_in_order(toy: Path) -> None:
 def test_a_bundle_is_run_as_a_process(generate: Path) -> None:
     """Answers in order, refused and cut lines by number, characters of any kind; blank lines stay."""
     system = ServedSystem.of_bundle(make_bundle(generate / "good", "sentencepiece"))
-    outputs = system.outputs(["ab", "refused", "", "long", "é\u2028ß\x0c"])
-    assert outputs.lines == ["AB", "", "", "LONG", "É\u2028SS\x0c"]
-    assert outputs.refused == {1}
+    outputs = system.outputs(["ab", "refused", "", "long", "é\u2028ß\x0c", "unknown"])
+    assert outputs.lines == ["AB", "", "", "LONG", "É\u2028SS\x0c", ""]
+    assert outputs.refused == {1, 5}
     assert outputs.cut == {3}
     assert outputs.seconds > 0
     assert (generate / "arguments").read_text() == f"['--bundle', '{generate / 'good'}']\n"
@@ -100,6 +122,25 @@ def test_a_server_is_asked_through_the_same_command(generate: Path) -> None:
     """By its address."""
     assert ServedSystem.of_server("localhost:1").outputs(["ab"]).lines == ["AB"]
     assert (generate / "arguments").read_text() == "['--target', 'localhost:1']\n"
+
+
+@pytest.mark.parametrize(("line", "told"), [("full", r"it is full \(overloaded\)"), ("nan", r"it is nan \(internal")])
+def test_a_line_without_an_answer_that_is_not_its_own_fault_is_an_error(generate: Path, line: str, told: str) -> None:
+    """A server that stays full, or a row that failed: never counted as refused by the model."""
+    with pytest.raises(DataError, match=rf"localhost:1 has no answer to '{line}'.*: {told}.*run the command again"):
+        ServedSystem.of_server("localhost:1").outputs(["ab", "refused", line, "cd"])
+
+
+def test_a_server_is_known_by_what_it_serves(generate: Path) -> None:
+    """Another model behind the same address is another system; the same at another address is the same."""
+    (generate / "served").write_text("one")
+    first = ServedSystem.of_server("localhost:1").identity()
+    assert first == {"model": "m", "version": "1", "checksum": "one"}
+    assert ServedSystem.of_server("localhost:2").identity() == first
+    (generate / "served").write_text("two")
+    assert ServedSystem.of_server("localhost:1").identity() != first
+    with pytest.raises(DataError, match="--model-info --target bad ended with status 1: error: no bundle here"):
+        ServedSystem.of_server("bad").identity()
 
 
 def test_a_failed_process_is_told_with_its_last_words(generate: Path) -> None:

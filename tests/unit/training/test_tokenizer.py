@@ -2,6 +2,9 @@
 
 import json
 import random
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,12 +15,15 @@ import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dragoman_training import tokenizer
 from dragoman_training.config import TokenizerConfig
 from dragoman_training.errors import CheckpointError, DataError
 from dragoman_training.tokenizer import (
+    LONGEST_LINE,
     SPECIAL_IDS,
     PlainTokenizer,
     SentencePieceTokenizer,
+    drawn_lines,
     file_names,
     load_tokenizer,
     message_fields,
@@ -247,6 +253,60 @@ def test_training_repeats_bit_for_bit(pieces: Callable[..., SentencePieceTokeniz
     assert again.to_bytes() == pieces().to_bytes()
 
 
+def test_a_sample_of_the_text_repeats_in_every_process() -> None:
+    """More text than is looked at: two new processes learn the same from it, and another seed something else."""
+    program = (
+        "import hashlib, random\n"
+        "from dragoman_training import tokenizer\n"
+        "from dragoman_training.config import TokenizerConfig\n"
+        "tokenizer.TRAINING_LINES = 150\n"
+        "words = [''.join(random.Random(n).choices('abcdefgh', k=2 + n % 5)) for n in range(80)]\n"
+        "lines = [' '.join(random.Random(n).choices(words, k=6)) for n in range(600)]\n"
+        "for kind in ('unigram', 'bpe'):\n"
+        "    for seed in (1, 2):\n"
+        "        config = TokenizerConfig(kind=kind, vocab_size=320)\n"
+        "        model = tokenizer.SentencePieceTokenizer.train(config, lines, seed).to_bytes()\n"
+        "        print(hashlib.sha256(model).hexdigest())\n"
+    )
+    command = [sys.executable, "-c", program]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first == second
+    assert len(set(first.split())) == 4
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), max_size=40), most_lines=st.integers(1, 30), most_characters=st.integers(9, 99)
+)
+def test_a_sample_of_lines_keeps_their_order_and_both_limits(
+    lengths: list[int], most_lines: int, most_characters: int
+) -> None:
+    """As large as the limits allow; all lines where they fit."""
+    lines = [f"{place:02d}" * 5 for place, _ in enumerate(lengths)]
+    lines = [line[:2] + line[2 : 1 + length] for line, length in zip(lines, lengths, strict=True)]
+    found = drawn_lines(iter(lines), most_lines, most_characters, random.Random(1))
+    assert found == sorted(found) and set(found) <= set(lines) and len(set(found)) == len(found)
+    characters = len("".join(found))
+    assert len(found) <= most_lines and characters <= most_characters
+    assert found == lines or len(found) == most_lines or characters > most_characters - 11
+
+
+@pytest.mark.parametrize("limits", [(40, 10_000), (1000, 220)])
+def test_every_line_is_drawn_as_often_as_any_other(limits: tuple[int, int]) -> None:
+    """By the number of lines and by that of characters: wherever it stands, and however long it is."""
+    lines = [f"{place:02d}" + "x" * (place % 2 * 7) for place in range(80)]  # 440 characters
+    counts = Counter(line for seed in range(1000) for line in drawn_lines(lines, *limits, random.Random(seed)))
+    assert len(counts) == 80
+    assert all(abs(count - 500) < 80 for count in counts.values())  # five standard deviations
+
+
+def test_lines_that_are_not_looked_at_take_no_place_in_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blank ones and those too long for the library: the vocabulary is that of the others."""
+    monkeypatch.setitem(tokenizer.TRAINING_CHARACTERS, "bpe", sum(map(len, LINES)))
+    lines = [text for line in LINES for text in (line, " ", "é" * (LONGEST_LINE // 2 + 1))]
+    expected = SentencePieceTokenizer.train(CONFIG, LINES, seed=1)
+    assert SentencePieceTokenizer.train(CONFIG, lines, seed=1).to_bytes() == expected.to_bytes()
+
+
 def test_threads_share_a_tokenizer(pieces: Callable[..., SentencePieceTokenizer]) -> None:
     """Each thread gets what one alone gets."""
     tokenizer = pieces()
@@ -264,7 +324,7 @@ def test_too_little_text_is_refused_with_the_size_asked_for(kind: str, lines: li
         SentencePieceTokenizer.train(replace(CONFIG, kind=kind), lines, seed=1)
 
 
-def test_an_error_of_the_text_is_not_hidden_by_the_library() -> None:
+def test_an_error_of_the_text_comes_through() -> None:
     """What reading raises comes through."""
 
     def broken() -> Iterator[str]:

@@ -177,6 +177,30 @@ def test_tensorboard_gets_training_and_validation_curves(toy: Path, monkeypatch:
     assert [step for step, names in seen if "dev/loss" in names] == [4, 8, 12]
     assert closed == [True]
 
+    def fails(*_: object) -> None:
+        raise DataError("broken")
+
+    monkeypatch.setattr(training, "validate", fails)
+    (toy / "run").rename(toy / "first")
+    with pytest.raises(DataError, match="broken"):
+        train(load_config("toy.toml"), toy / "run")
+    assert closed == [True, True]
+
+
+def test_the_signatures_are_told_once_a_session(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In whole, at the first validation, as they stand in metrics.jsonl."""
+    config = load_config("toy.toml", ["loop.metric=bleu"])
+    train(config, toy / "run")
+    signatures = metrics_of(toy / "run")[0]["signatures"]
+    assert isinstance(signatures, dict) and set(signatures) == {"bleu", "chrf"}
+    lines = capsys.readouterr().err.splitlines()
+    for figure, name in (("bleu", "BLEU"), ("chrf", "chrF")):
+        assert [line for line in lines if signatures[figure] in line] == [
+            f"dev {name} is sacreBLEU's {signatures[figure]}"
+        ]
+    first = next(n for n, line in enumerate(lines) if line.startswith("step 4 "))
+    assert "sacreBLEU" in lines[first + 1]
+
 
 def test_curves_that_cannot_be_written_do_not_end_a_run(
     toy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -221,6 +245,28 @@ def test_a_figure_that_is_no_number_is_never_better() -> None:
     progress.step = 2
     progress.judge("loss", float("nan"))
     assert (progress.best_step, progress.best_value) == (1, 2.0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_first_figure_that_is_no_number_is_not_the_best(value: float) -> None:
+    """It counts as a validation that brought nothing; the first finite one is the best."""
+    progress = Progress(step=1)
+    progress.judge("loss", value)
+    assert (progress.best_step, progress.best_value, progress.validations_without_better) == (None, None, 1)
+    progress.step = 2
+    progress.judge("loss", 1.0)
+    assert (progress.best_step, progress.best_value, progress.validations_without_better) == (2, 1.0, 0)
+
+
+def test_a_run_without_a_finite_figure_has_no_best(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends all the same, says so, and keeps its last checkpoint."""
+    monkeypatch.setattr(training, "validate", scripted([float("nan")] * 3))
+    assert train(load_config("toy.toml"), toy / "run") is None
+    assert "no best: no validation's loss was a finite number" in capsys.readouterr().err
+    assert not (toy / "run" / "best").exists()
+    assert (toy / "run" / "last").readlink().name == "step-00000012"
 
 
 def test_enough_validations_without_a_better_one_end_the_run(

@@ -22,11 +22,11 @@ def losses(run: Path) -> list[float]:
 
 
 def test_two_processes_train_like_two_workers(toy: Path) -> None:
-    """Dropout and moving average on: the same dev losses but for rounding, one log, one set of files; resumed, too."""
+    """Of one token budget, with dropout and moving average: the same dev losses but for rounding, one set of files."""
     settings = ["optimizer.ema_decay=0.5", "loop.accumulate=2", "optimizer.kind=sgd", "optimizer.learning_rate=0.1"]
     train(load_config("toy.toml", settings), toy / "workers")
     (toy / "program.py").write_text(PROGRAM)
-    arguments = ["toy.toml", "--out", "processes", "--set", "loop.workers=1", "--set", "data.batch_tokens=32"]
+    arguments = ["toy.toml", "--out", "processes", "--set", "loop.workers=1"]
     for setting in settings:
         arguments += ["--set", setting]
     command = [*TORCHRUN, "--nproc-per-node", "2", "program.py", *arguments]
@@ -43,3 +43,41 @@ def test_two_processes_train_like_two_workers(toy: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (toy / "processes" / "last").readlink().name == "step-00000016"
+
+
+# The main process alone fails in its first validation.
+FAILING = """
+from dragoman_training import train
+from dragoman_training.errors import DataError
+
+def fails(*_):
+    raise DataError("the dev data is gone")
+
+train.validate = fails
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "settings", "message"),
+    [
+        (
+            "import pathlib; pathlib.Path('run/mine').mkdir(parents=True, exist_ok=True)\n",
+            [],
+            "run exists: continue it",
+        ),
+        (FAILING, [], "the dev data is gone"),
+        ("", ["--set", "data.batch_tokens=15"], "for each of 2 processes: at least 16"),
+    ],
+    ids=["start", "validation", "budget"],
+)
+def test_a_failure_of_the_main_process_ends_all(toy: Path, before: str, settings: list[str], message: str) -> None:
+    """With its message and status, and none waits for one that does not come."""
+    (toy / "program.py").write_text(before + PROGRAM)
+    arguments = ["toy.toml", "--out", "run", "--set", "loop.workers=1", *settings]
+    command = [*TORCHRUN, "--nproc-per-node", "2", "program.py", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode != 0
+    assert "dragoman train: error: " in done.stderr
+    assert message in done.stderr
+    assert "exitcode  : 2" in done.stderr

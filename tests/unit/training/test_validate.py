@@ -55,7 +55,7 @@ def test_loss_is_that_of_the_real_tokens(datasets: Any, config: TrainConfig, mod
         with torch.inference_mode():
             logits = model(torch.tensor([pair.source]), torch.tensor([len(pair.source)]).int(), read)[0]
         expected += [-logits[n].log_softmax(-1)[token].item() for n, token in enumerate(pair.target)]
-    with Workers(model, 2, seed=1, smoothing=0.1) as workers:
+    with Workers(model, 2, smoothing=0.1) as workers:
         found = validate(workers, datasets, config, SPECIAL_IDS)
     assert found.loss == pytest.approx(sum(expected) / len(expected), rel=1e-5)
     assert found.metrics()["loss"] == found.loss
@@ -63,7 +63,7 @@ def test_loss_is_that_of_the_real_tokens(datasets: Any, config: TrainConfig, mod
 
 def test_every_dev_line_counts_and_blank_ones_come_back(datasets: Any, config: TrainConfig, model: Transformer) -> None:
     """Of four lines, the blank one is right and the one over the limit is empty; dropout comes back on."""
-    with Workers(model, 2, seed=1, smoothing=0.0) as workers:
+    with Workers(model, 2, smoothing=0.0) as workers:
         workers.training(True)
         found = validate(workers, datasets, config, SPECIAL_IDS)
         assert all(replica.training for replica in workers.models)
@@ -78,7 +78,7 @@ def test_bleu_is_there_where_it_means_something(datasets: Any, config: TrainConf
     """For subwords, or when it decides about the best: of the very text of the outputs, with the whole signature."""
     text = dataclasses.replace(config, tokenizer=TokenizerConfig(kind="bpe", vocab_size=264))
     metric = dataclasses.replace(config, loop=dataclasses.replace(config.loop, metric="chrf", bleu_tokenizer="none"))
-    with Workers(model, 1, seed=1, smoothing=0.0) as workers:
+    with Workers(model, 1, smoothing=0.0) as workers:
         for changed, tokenizer in ((text, "13a"), (metric, "none")):
             found = validate(workers, datasets, changed, SPECIAL_IDS)
             scores = score_text(found.outputs, TARGETS, tokenizer)
@@ -90,7 +90,7 @@ def test_bleu_is_there_where_it_means_something(datasets: Any, config: TrainConf
 def test_a_dev_set_over_the_limits_is_refused(datasets: Any, config: TrainConfig, model: Transformer) -> None:
     """There would be no loss."""
     datasets.dev = []
-    with Workers(model, 1, seed=1, smoothing=0.0) as workers, pytest.raises(DataError, match="no dev pair"):
+    with Workers(model, 1, smoothing=0.0) as workers, pytest.raises(DataError, match="no dev pair"):
         validate(workers, datasets, config, SPECIAL_IDS)
 
 

@@ -23,7 +23,7 @@ def test_the_shares_add_up_to_the_whole_batch(make_model: Callable[..., Transfor
     tokens = int((labels != 0).sum())
     (loss / tokens).backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    with Workers(model, count, seed=1, smoothing=0.1) as workers:
+    with Workers(model, count, smoothing=0.1) as workers:
         shares = [PAIRS[n::count] for n in range(count)]
         summed, counted = workers.accumulate(shares)
         assert summed == pytest.approx(loss.item(), rel=1e-5)
@@ -35,7 +35,7 @@ def test_the_shares_add_up_to_the_whole_batch(make_model: Callable[..., Transfor
 def test_fewer_shares_than_workers_are_fine(make_model: Callable[..., Transformer]) -> None:
     """A worker without a share adds nothing, also right after a full batch."""
     model = make_model(dropout=0.0)
-    with Workers(model, 2, seed=1, smoothing=0.0) as workers:
+    with Workers(model, 2, smoothing=0.0) as workers:
         workers.accumulate([PAIRS[:3], PAIRS[3:]])
         loss, tokens = workers.accumulate([PAIRS[:1]])
         first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -47,7 +47,7 @@ def test_fewer_shares_than_workers_are_fine(make_model: Callable[..., Transforme
 
 def test_results_keep_their_order_and_errors_come_out(make_model: Callable[..., Transformer]) -> None:
     """``map`` answers in the order of its items; an error in a worker is the caller's."""
-    with Workers(make_model(), 2, seed=1, smoothing=0.0) as workers:
+    with Workers(make_model(), 2, smoothing=0.0) as workers:
         assert workers.map(lambda _, item: item * item, range(7)) == [n * n for n in range(7)]
         with pytest.raises(ZeroDivisionError):
             workers.map(lambda _, item: 1 / item, [1, 1, 0])
@@ -57,7 +57,7 @@ def test_weights_are_shared_and_threads_restored(make_model: Callable[..., Trans
     """An update of the first model is an update of all; PyTorch's thread count is put back."""
     model = make_model()
     before = torch.get_num_threads()
-    with Workers(model, 3, seed=1, smoothing=0.0) as workers:
+    with Workers(model, 3, smoothing=0.0) as workers:
         with torch.no_grad():
             next(model.parameters()).add_(1)
         pointers = {next(replica.parameters()).data_ptr() for replica in workers.models}
@@ -74,7 +74,7 @@ def test_however_a_step_is_cut_into_shares_its_gradient_is_the_same(
     lengths = (2, 3, 5, 8, 13, 21, 34, 40)
     pairs = [Pair([4 + n % 8] * n + [2], [4 + (3 * k + n) % 6 for k in range(n - 1)] + [2]) for n in lengths]
     results = []
-    with Workers(model, count, seed=1, smoothing=0.1) as workers:
+    with Workers(model, count, smoothing=0.1) as workers:
         for shares in ([pairs], [[pair] for pair in pairs], [pairs[:3], pairs[3:]]):
             loss, tokens = workers.accumulate(shares)
             assert tokens == sum(lengths)
@@ -88,7 +88,7 @@ def test_however_a_step_is_cut_into_shares_its_gradient_is_the_same(
 def test_a_step_without_shares_has_no_gradient(make_model: Callable[..., Transformer]) -> None:
     """Nothing of the step before is left."""
     model = make_model()
-    with Workers(model, 2, seed=1, smoothing=0.0) as workers:
+    with Workers(model, 2, smoothing=0.0) as workers:
         workers.accumulate([PAIRS])
         assert workers.accumulate([[], []]) == (0.0, 0)
     assert all(p.grad is None for p in model.parameters())
@@ -106,7 +106,7 @@ def test_gradients_with_dropout_are_repeated_bit_by_bit(make_model: Callable[...
         workers.accumulate(shares)
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    with Workers(model, 2, seed=1, smoothing=0.1) as workers:
+    with Workers(model, 2, smoothing=0.1) as workers:
         workers.training(True)
         first, other = gradient(3), gradient(4)
         for _ in range(3):
@@ -119,7 +119,7 @@ def test_switched_off_dropout_is_no_dropout(make_model: Callable[..., Transforme
     gradients = []
     for rate in (0.0, 0.5):
         model = make_model(dropout=rate, attention_dropout=rate, activation_dropout=rate)
-        with Workers(model, 1, seed=1, smoothing=0.1) as workers:
+        with Workers(model, 1, smoothing=0.1) as workers:
             workers.training(True)
             workers.dropout(enabled=False)
             workers.accumulate([PAIRS])

@@ -48,7 +48,7 @@ def run(group: Group, count: int) -> dict[str, Any]:
         model = make_model()
         optimizer = make_optimizer(model, config)
         losses, gradients = [], []
-        with Workers(model, count, seed=5, smoothing=0.1, group=group) as workers:
+        with Workers(model, count, smoothing=0.1, group=group) as workers:
             workers.training(True)
             for step in range(STEPS):
                 loss, tokens = workers.accumulate(shares_of(step)[group.rank :: group.world_size])

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-ratio", type=float, metavar="X", help="drop pairs with one side more than X times as long as the other"
     )
     parser.add_argument(
-        "--part-lines", type=int, default=10_000, metavar="N", help="lines between two savings (default: 10000)"
+        "--part-lines", type=int, default=10_000, metavar="N", help="lines between two savings (default: %(default)s)"
     )
 
 
