@@ -71,7 +71,7 @@ def test_missing_empty_and_undecodable_files_are_refused(tmp_path: Path) -> None
     """Each with the file's name and what is wrong."""
     (tmp_path / "empty").write_text("")
     (tmp_path / "latin").write_bytes(b"ok\n\n\xe9\n")
-    with pytest.raises(DataError, match=r"missing cannot be read \(No such file.*prepare"):
+    with pytest.raises(DataError, match=r"missing cannot be read \(No such file.*check the path"):
         read_lines(tmp_path / "missing")
     with pytest.raises(DataError, match=r"latin is not UTF-8 in line 3"):
         list(iterate_lines(tmp_path / "latin"))
