@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ from dragoman_training.tokenizer import SpecialIds, Tokenizer, file_names, load_
 
 LOG = logging.getLogger(__name__)
 FORMAT = 1
+CHECKPOINT_NAME = re.compile(r"step-[0-9]{8,}")
 PAUSES_SECONDS = (1.0, 5.0)  # before the second and the third try of a failed write
 Result = TypeVar("Result")
 
@@ -204,9 +206,10 @@ def free_space(path: Path) -> str:
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+    """The complete checkpoints of a run, oldest first. A folder of another name, as a copy has, is none of them."""
+    found = [folder for folder in (run / "checkpoints").glob("step-*") if CHECKPOINT_NAME.fullmatch(folder.name)]
     # By number: names have eight digits, or more when a run is that long.
-    return sorted((run / "checkpoints").glob("step-*"), key=lambda folder: (len(folder.name), folder.name))
+    return sorted(found, key=lambda folder: (len(folder.name), folder.name))
 
 
 def validated_checkpoints(run: Path) -> list[Path]:

@@ -173,6 +173,13 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
     assert [folder.name for folder in checkpoint.checkpoint_folders(tmp_path)] == names
 
 
+def test_a_copy_beside_the_checkpoints_is_none_of_them(tmp_path: Path) -> None:
+    """A folder that a user put there, to keep an early state, is neither resumed from nor pruned."""
+    for name in ("step-00000004", "step-00000004-keep", "step-00000008"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [folder.name for folder in checkpoint.checkpoint_folders(tmp_path)] == ["step-00000004", "step-00000008"]
+
+
 def test_the_newest_and_the_best_are_kept(trainer: Trainer) -> None:
     """Two newest by configuration, and the best however old."""
     trainer.progress.best_step = 1
