@@ -1,6 +1,7 @@
 """Whatever training can make is exported: norms, activations, head sizes, tied embeddings, tokenizers, padding."""
 
 import argparse
+import copy
 import dataclasses
 import io
 import random
@@ -166,6 +167,17 @@ def end_sometimes(model, special, sources):
     model.projection.bias.data[special.eos] += torch.cat(gaps).quantile(1 / 8)
 
 
+@torch.inference_mode()
+def rounding(checkpoint, sources):
+    """The largest error of PyTorch's own logits, against PyTorch in double precision, on the greedy paths."""
+    model, exact, worst = checkpoint.model, copy.deepcopy(checkpoint.model).double(), 0.0
+    for source, answer in zip(sources, greedy(model, sources, 24, checkpoint.special), strict=True):
+        inputs = torch.tensor([[checkpoint.special.decoder_start, *answer.tokens[:-1]]])
+        given = torch.tensor([source]), torch.tensor([len(source)], dtype=torch.int32), inputs
+        worst = max(worst, float((model(*given) - exact(*given)).abs().max()))
+    return worst
+
+
 @pytest.mark.parametrize("name", CASES)
 async def test_every_kind_of_model_is_exported_and_served_as_it_was_trained(name, tmp_path, monkeypatch, capsys):
     """The bundle proves itself against PyTorch; served, it gives the texts that training makes of PyTorch's tokens."""
@@ -185,13 +197,14 @@ async def test_every_kind_of_model_is_exported_and_served_as_it_was_trained(name
     bundle = ModelBundle.load(tmp_path / "bundle")
     manifest, target = bundle.manifest, checkpoint.target_tokenizer
     (graphs,) = manifest.graphs
-    assert graphs.parity["max_logit_difference"] < 1e-4 and graphs.parity["num_greedy_sources"] == 80
+    assert graphs.parity["num_greedy_sources"] == 80
     assert manifest.unknown_policy == case.policy
     assert {file for file in manifest.files if "tokenizer" in file} == case.files
     assert manifest.model.target_vocab_size % 8 == 0
     assert set(range(len(target), manifest.model.target_vocab_size)) <= set(manifest.special_ids.never_generated)
 
     sources = [encode_source(checkpoint.source_tokenizer, line) for line in lines]
+    assert graphs.parity["max_logit_difference"] < 4 * rounding(checkpoint, sources)
     expected = [target.decode(h.tokens) for h in greedy(checkpoint.model, sources, 24, checkpoint.special)]
     assert len(set(expected)) > 10
     served = ServedModel.load(bundle.path, EngineConfig(), TextLimits(10_000, 100))
