@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from dragoman_training import checkpoint
+from dragoman_training.changes import changed_fields
 from dragoman_training.errors import CheckpointError
+from dragoman_training.folders import explained
+from dragoman_training.metrics import read_metrics
 
 
 class MovingAverage:
@@ -68,6 +71,8 @@ def newest_checkpoints(run: Path, number: int) -> list[Path]:
     newest. The state saved at a signal does not count.
     """
     folders = checkpoint.validated_checkpoints(run)
+    if not folders:
+        raise CheckpointError(f"{run} has no checkpoint of a validation: name a run, or wait for its first")
     if not 1 <= number <= len(folders):
         raise CheckpointError(
             f"{run} has {len(folders)} checkpoints of validations, not {number}: choose 1 to {len(folders)}, or train"
@@ -75,7 +80,7 @@ def newest_checkpoints(run: Path, number: int) -> list[Path]:
         )
     newest = folders[-number:]
     there = [int(folder.name.removeprefix("step-")) for folder in newest]
-    validated = [step for step, _ in checkpoint.read_metrics(run / "metrics.jsonl")]
+    validated = [line["step"] for line in read_metrics(run / "metrics.jsonl")]
     if gone := [step for step in validated if there[0] < step < there[-1] and step not in there]:
         raise CheckpointError(
             f"{run} no longer has the checkpoint of step {gone[-1]}, and so not the {number} newest: choose a smaller"
@@ -88,13 +93,14 @@ def average_checkpoints(folders: Sequence[Path], out: Path) -> None:
     """Write the arithmetic mean of some checkpoints' weights, summed in float64, as the checkpoint folder ``out``.
 
     It can be evaluated and exported, not trained on. Its config.json is the last one's and names all under
-    ``averaged``. Refuses checkpoints of other shapes, tokenizers or special ids, and an ``out`` that exists.
+    ``averaged``. Refuses checkpoints of other shapes, tokenizers or special ids, and an ``out`` that exists or cannot
+    be written.
     """
     if out.exists():
         raise CheckpointError(f"{out} exists: choose another --out")
     records = [read_record(folder) for folder in folders]
     for folder, record in zip(folders, records, strict=True):
-        for name, (last, own) in checkpoint.changed_fields(identity(records[-1]), identity(record)).items():
+        for name, (last, own) in changed_fields(identity(records[-1]), identity(record)).items():
             remedy = "average checkpoints of one run"
             raise CheckpointError(f"{folder} has {name} {own!r}, {folders[-1]} has {last!r}: {remedy}")
     sums: dict[str, Tensor] = {}
@@ -112,7 +118,8 @@ def average_checkpoints(folders: Sequence[Path], out: Path) -> None:
         sources.append({"name": folder.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
     mean = {name: (total / len(folders)).float() for name, total in sums.items()}
     tokenizers = checkpoint.load_tokenizers(folders[-1], records[-1])
-    checkpoint.write_checkpoint(out, mean, tokenizers, {**records[-1], "averaged": sources}, {})
+    with explained(out, CheckpointError):
+        checkpoint.write_checkpoint(out, mean, tokenizers, {**records[-1], "averaged": sources}, {})
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -61,6 +61,12 @@ class ExactMatch(Metric):
         return self._compute_score_from_stats([sum(column) for column in zip(*stats, strict=True)])
 
 
+def check_size(targets: Sequence[str]) -> None:
+    """Refuse more lines than ``MAX_LINES``."""
+    if len(targets) > MAX_LINES:
+        raise DataError(f"{len(targets)} lines are over the {MAX_LINES} that fit in memory: compare on a part of them")
+
+
 def compare(
     outputs: Sequence[str], baseline: Sequence[str], targets: Sequence[str], bleu_tokenizer: str | None
 ) -> dict[str, Comparison]:
@@ -71,8 +77,7 @@ def compare(
     """
     for lines in (outputs, baseline):
         check_aligned(lines, targets, "target")
-    if len(targets) > MAX_LINES:
-        raise DataError(f"{len(targets)} lines are over the {MAX_LINES} that fit in memory: compare on a part of them")
+    check_size(targets)
     metrics: dict[str, Metric] = {"exact_match": ExactMatch()}
     if bleu_tokenizer is not None:
         metrics |= {"bleu": BLEU(tokenize=bleu_tokenizer, force=True), "chrf": CHRF()}

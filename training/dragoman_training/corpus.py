@@ -1,15 +1,18 @@
 """Parallel text on disk: aligned files, TSV and JSONL, read as a stream of (source, target) pairs.
 
 Files are UTF-8; a name that ends in ``.gz`` is unpacked. Only LF and CRLF end a line: U+2028, U+0085, form feeds and a
-CR alone are text. Text is kept as it is: nothing is normalised or stripped. Whatever cannot be read is a ``DataError``
-that names the file and, where it can, the line.
+CR alone are text. Text is kept as it is: nothing is normalised or stripped, but for the mark (BOM, U+FEFF) with which
+some programs begin a UTF-8 file. Whatever cannot be read is a ``DataError`` that names the file and, where it can, the
+line. So is what is no regular file: most text is read more than once, and a pipe gives its content once.
 """
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import json
+import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,9 +25,24 @@ from dragoman_training.errors import DataError
 CHUNK_BYTES = 1 << 20
 
 
+def require_file(path: Path) -> None:
+    """Refuse what is no regular file, or none at all, without opening it: a pipe that nobody fills has no end."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): check the path") from error
+    except ValueError as error:  # a NUL in it
+        raise DataError(f"{str(path)!r} is no path ({error}): check it") from error
+    if stat.S_ISDIR(mode):
+        raise DataError(f"{path} is a folder: name a file")
+    if not stat.S_ISREG(mode):
+        raise DataError(f"{path} is no regular file: text is read more than once, name a file instead of a pipe")
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
     """The bytes of a text file, unpacked."""
+    require_file(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             yield cast(BinaryIO, file)
@@ -38,6 +56,8 @@ def iterate_lines(path: Path) -> Iterator[str]:
     with opened(path) as file:
         for number, raw in enumerate(file, start=1):
             line = raw[:-2] if raw.endswith(b"\r\n") else raw.removesuffix(b"\n")
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             try:
                 yield line.decode("utf-8")
             except UnicodeDecodeError as error:
@@ -61,6 +81,7 @@ def count_lines(path: Path) -> int:
 
 def file_sha256(path: Path) -> str:
     """The SHA-256 of a file's bytes as they lie on the disk, in hexadecimal."""
+    require_file(path)
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -116,7 +137,7 @@ def iterate_jsonl(path: Path, source_key: str = "source", target_key: str = "tar
             pair = content[source_key], content[target_key]
             for text in pair:
                 text.encode("utf-8")  # an escaped half of a surrogate pair is no text
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             wanted = f"an object with texts under {source_key!r} and {target_key!r}"
             raise DataError(f"{path} has no pair in line {number}: {wanted} is needed ({error!r})") from error
         yield pair

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from dragoman_training.config import TrainConfig
+from dragoman_training.config import TokenizerConfig, TrainConfig
 from dragoman_training.corpus import check_aligned, count_lines, file_sha256, iterate_pairs, read_aligned
-from dragoman_training.errors import DataError
+from dragoman_training.errors import CheckpointError, DataError
 from dragoman_training.filtering import PairFilter
 from dragoman_training.folders import locked, written_aside
 from dragoman_training.shards import (
@@ -89,6 +89,10 @@ class Dataset:
         self.target_lengths: NDArray[np.int32] = np.concatenate(
             [none, *(np.diff(shard.target.offsets).astype(np.int32) for shard in self._shards)]
         )
+
+    def reasons(self) -> str:
+        """What was dropped, for a person: nothing where nothing was."""
+        return ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items() if count)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -205,9 +209,18 @@ def load_datasets(config: TrainConfig, run: Path) -> Datasets:
     root = shards_root(paths["train_source"].parent, run)
     train = open_or_build(config, tokenizers, record, root)
     for dataset, kind in ((train, "training"), (dev, "dev")):
-        if not len(dataset):
-            raise DataError(f"no {kind} pair fits the limits {limits} (dropped: {dataset.dropped}): raise them")
+        refuse_empty(dataset, kind, limits)
     return Datasets(*tokenizers, train, dev, dev_sources, dev_targets, record, config, root)
+
+
+def refuse_empty(dataset: Dataset, kind: str, limits: tuple[int, int]) -> None:
+    """``DataError`` where no pair is left, with the remedy for why they were dropped."""
+    if len(dataset):
+        return
+    if any(" over " in reason for reason in dataset.dropped):
+        remedy = "raise data.max_source_tokens and data.max_target_tokens"
+        raise DataError(f"no {kind} pair fits the limits {limits} (dropped: {dataset.reasons()}): {remedy}")
+    raise DataError(f"no {kind} pair has text on both sides (dropped: {dataset.reasons()}): give pairs that have")
 
 
 def training_pairs(config: TrainConfig, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
@@ -226,9 +239,20 @@ def run_tokenizers(config: TrainConfig, run: Path) -> tuple[Tokenizer, Tokenizer
             with written_aside(folder) as aside:
                 for tokenizer, name in zip(trained, file_names(*trained).values(), strict=True):
                     (aside / name).write_bytes(tokenizer.to_bytes())
-    names = sorted(path.name for path in folder.iterdir())
-    loaded = [load_tokenizer(folder / name) for name in names]  # "source…" is before "target…"
+    names = tokenizer_names(config.tokenizer)
+    for name in names:
+        if not (folder / name).is_file():
+            remedy = f"copy it from a folder in {run}/checkpoints, or choose another --out"
+            raise CheckpointError(f"{folder} lacks {name}: {remedy}")
+    loaded = [load_tokenizer(folder / name) for name in names]
     return loaded[0], loaded[-1]
+
+
+def tokenizer_names(config: TokenizerConfig) -> list[str]:
+    """How ``file_names`` calls the files of such tokenizers: the source's, then the target's, once where it is one."""
+    if config.kind == "plain":
+        return ["source.tokenizer.json", "target.tokenizer.json"]
+    return ["tokenizer.model"] if config.joint else ["source.tokenizer.model", "target.tokenizer.model"]
 
 
 def shards_root(beside: Path, run: Path) -> Path:
@@ -238,7 +262,7 @@ def shards_root(beside: Path, run: Path) -> Path:
             root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=root):  # can be written: no lock, which another text's build may hold
                 return root
-        except OSError as error:
+        except OSError as error:  # the next one, then
             reason = error
     raise DataError(f"token shards can be written neither beside {beside} nor in {run}: {reason}")
 
@@ -254,7 +278,7 @@ def open_or_build(
     with locked(root / f".{folder.name}.lock"):
         found = open_shards(folder)
         if found is None:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)  # mostly not there; if it stays, writing it below will tell
             print(f"tokenizing {record['train_source']['lines']} pairs, to be kept in {folder}", file=sys.stderr)
             dropped: Counter[str] = Counter()
             shards = training_shards(config, tokenizers, partial(encode_chunk, *tokenizers), dropped)

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -21,9 +22,12 @@ from dragoman_training.checkpoint import read_json, write_json
 from dragoman_training.corpus import file_sha256, iterate_lines, write_lines
 from dragoman_training.errors import DataError
 from dragoman_training.filtering import PairFilter
-from dragoman_training.folders import flush
+from dragoman_training.folders import explained, flush, locked
 from dragoman_training.scoring import loops
 from dragoman_training.systems import Outputs, System
+
+RECORD = "job.json"  # in the folder of parts: what they are parts of
+LOCK = ".lock"  # there, too: held by the process that works on them
 
 
 def distill(
@@ -37,8 +41,11 @@ def distill(
     """Do the whole job, or the rest of it; returns the report: pairs kept, and dropped by reason.
 
     ``part_lines`` lie between two savings. Dropped is what a student should not learn: see ``reason``. Raises
-    ``DataError`` where ``out`` holds something else, or parts of another job.
+    ``DataError`` for a source that is empty or no regular file, and where ``out`` holds something else, or parts of
+    another job, or cannot be written, or another process works on it.
     """
+    if next(iterate_lines(source), None) is None:
+        raise DataError(f"{source} is empty: at least one line is needed")
     job = {
         "teacher": teacher.identity(),
         "source_sha256": file_sha256(source),
@@ -46,32 +53,57 @@ def distill(
         "filter": asdict(pair_filter),
     }
     parts = out / "parts"
-    start(out, parts, job)
-    for number, lines in enumerate(in_parts(iterate_lines(source), part_lines)):
-        path = parts / f"{number:06d}.json"
-        if path.exists():
-            say(f"lines {number * part_lines + 1} to {number * part_lines + len(lines)}: done earlier")
-            continue
-        began = time.monotonic()
-        outputs = teacher.outputs(lines)
-        seconds = time.monotonic() - began
-        write_json(path, {**kept_and_dropped(lines, outputs, pair_filter), "lines": len(lines), "seconds": seconds})
-        say(f"lines {number * part_lines + 1} to {number * part_lines + len(lines)}: {seconds:.1f} s")
-    return finish(out, parts, job)
+    with claimed(out, parts):
+        start(out, parts, job)
+        for number, lines in enumerate(in_parts(iterate_lines(source), part_lines)):
+            path = parts / f"{number:06d}.json"
+            told = f"lines {number * part_lines + 1} to {number * part_lines + len(lines)}"
+            if path.exists():
+                say(f"{told}: done earlier")
+                continue
+            began = time.monotonic()
+            outputs = teacher.outputs(lines)
+            seconds = time.monotonic() - began
+            part = {**kept_and_dropped(lines, outputs, pair_filter), "lines": len(lines), "seconds": seconds}
+            with explained(out, DataError):
+                write_json(path, part)
+            say(f"{told}: {seconds:.1f} s")
+        with explained(out, DataError):
+            return finish(out, parts, job)
+
+
+@contextmanager
+def claimed(out: Path, parts: Path) -> Iterator[None]:
+    """Make the folder, if there is none, and keep other processes from working on it: ``DataError`` for them."""
+    refuse_other(out, parts)
+    with ExitStack() as stack:
+        with explained(out, DataError):
+            parts.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(locked(parts / LOCK, wait=False))
+            except BlockingIOError as error:
+                raise DataError(f"another process works on {out}: wait for it, or choose another --out") from error
+        yield
+
+
+def refuse_other(out: Path, parts: Path) -> None:
+    """Nothing is overwritten: a folder may be there with the parts of a job, but nothing else."""
+    if (parts / RECORD).exists():
+        return  # it was stopped, perhaps between its last files
+    if out.exists() and (not out.is_dir() or any(path != parts for path in out.iterdir())):
+        raise DataError(f"{out} exists: choose another --out")
 
 
 def start(out: Path, parts: Path, job: dict[str, object]) -> None:
-    """Make the folder, or see that it holds the parts of this very job."""
-    record = parts / "job.json"
-    if record.exists():
-        saved = read_json(record)
+    """Record the job, or see that the parts are of this very one."""
+    refuse_other(out, parts)  # again: another process may have finished before this one had the lock
+    if (parts / RECORD).exists():
+        saved = read_json(parts / RECORD)
         if changed := [name for name in job if saved.get(name) != json.loads(json.dumps(job[name]))]:
             raise DataError(f"{parts} is of another job ({changed[0]} differs): remove it, or choose another --out")
         return
-    if out.exists() and (not out.is_dir() or any(path != parts for path in out.iterdir())):
-        raise DataError(f"{out} exists: choose another --out")
-    parts.mkdir(parents=True, exist_ok=True)
-    write_json(record, job)
+    with explained(out, DataError):
+        write_json(parts / RECORD, job)
 
 
 def in_parts(lines: Iterator[str], size: int) -> Iterator[list[str]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dragoman_training.corpus import read_lines
-from dragoman_training.scoring import Scores, score
-from dragoman_training.systems import Outputs, System, Task
+from dragoman_training.scoring import Scores, check_aligned, score
+from dragoman_training.systems import FileSystem, Outputs, System, Task
 
 if TYPE_CHECKING:
     from dragoman_training.bootstrap import Comparison
@@ -79,15 +79,23 @@ def evaluate(
 ) -> Evaluation:
     """Have a system (and a second one) translate the sources, and score it. See ``scoring.score`` for the figures.
 
-    ``target_unit`` replaces what the system itself knows of its tokens.
+    ``target_unit`` replaces what the system itself knows of its tokens. What does not match is refused before anything
+    is translated, which may take hours.
     """
+    check_aligned(sources, targets, "target")
+    if references is not None:
+        check_aligned(sources, references, "reference")
+    if isinstance(against, FileSystem):
+        against.outputs(sources)  # refuses what does not match; nothing is translated
+    if against is not None:
+        from dragoman_training.bootstrap import check_size, compare  # slow to import
+
+        check_size(targets)
     task = Task(system.task.is_text, target_unit or system.task.unit)
     outputs = system.outputs(sources)
     scores = score(outputs, sources, targets, references, task, bleu_tokenizer)
     if against is None:
         return Evaluation(system.name, outputs, scores)
-    from dragoman_training.bootstrap import compare
-
     tokenizer = None if scores.text is None else bleu_tokenizer or "13a"
     comparisons = compare(outputs.lines, against.outputs(sources).lines, targets, tokenizer)
     return Evaluation(system.name, outputs, scores, against.name, comparisons)

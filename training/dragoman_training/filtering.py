@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class PairFilter:
     def __post_init__(self) -> None:
         for name in ("max_characters", "max_words", "max_ratio"):
             value = getattr(self, name)
-            require(value is None or value >= 1, name, value, "it must be at least 1")
+            require(value is None or 1 <= value < math.inf, name, value, "it must be a number of at least 1")
 
     def reason(self, source: str, target: str) -> str | None:
         """Why this pair is left out, None if it is not: the first reason that holds."""

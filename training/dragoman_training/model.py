@@ -247,7 +247,7 @@ class Transformer(nn.Module):
         for layer, layer_past, layer_memory in zip(self.decoder_layers(), past, memory, strict=True):
             x, layer_present = layer.step(x, layer_past, cached, layer_memory, lengths)
             present.append(layer_present)
-        return self.projection(self.decoder_norm(x))[:, 0], present
+        return self.projection(self.decoder_norm(x)[:, 0]), present
 
     def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
         """Teacher-forced logits: source (B, S), lengths (B,), decoder input (B, T) to (B, T, V)."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from dragoman_training.errors import DataError
 from dragoman_training.filtering import PairFilter
-from dragoman_training.folders import written_aside
+from dragoman_training.folders import explained, written_aside
 
 Pairs = Callable[[], Iterable[tuple[str, str]]]
 """Starts to read pairs anew."""
@@ -78,11 +79,17 @@ def prepare_pairs(
 
     ``given`` has the pairs of ``dev`` and ``test`` where there are files of them, ``split_off`` how many pairs of the
     training text to take instead, at least 1. With ``keep_overlap``, sources of the given dev and test may stay in the
-    training text. Raises ``DataError`` for text that cannot be used.
+    training text. Raises ``DataError`` for text that cannot be used and for a folder that cannot be written.
     """
-    refuse_filled(folder)
+    refuse_unfit(folder)
     found = Survey(train(), pair_filter)
+    if not found.read:
+        raise DataError("the training text is empty: at least one pair is needed")
     evaluation = {name: Survey(pairs(), PairFilter()) for name, pairs in given.items()}
+    for name, survey in evaluation.items():
+        if not len(survey.pairs):
+            counts = describe_counts(survey.dropped) or "it is empty"
+            raise DataError(f"the {name} set has no pair of two texts ({counts}): name other files, or none")
     held_out = np.unique(np.concatenate([np.zeros(0, np.uint64), *(survey.sources for survey in evaluation.values())]))
     overlap = np.isin(found.sources, held_out)
     fate = np.full(len(found.pairs), TRAIN, dtype=np.uint8)
@@ -107,10 +114,10 @@ def prepare_pairs(
         "filter": asdict(pair_filter),
     }
     if not report["kept"]["train"]:
-        raise DataError(
-            f"none of {found.read} pairs is left to train on ({describe_counts(dropped)}): loosen the limits"
-        )
-    with written_aside(folder) as aside:
+        gone = dropped | {f"split off for {name}": report["kept"][name] for name in split_off}
+        remedy = "split off fewer, or add text" if split_off else "loosen the limits, or add text"
+        raise DataError(f"none of {found.read} pairs is left to train on ({describe_counts(gone)}): {remedy}")
+    with explained(folder, DataError), written_aside(folder) as aside:
         write_split(aside, train, pair_filter, fate, ["train", *split_off])
         for name, pairs in given.items():
             fates = np.full(len(evaluation[name].pairs), SPLITS[name], dtype=np.uint8)
@@ -119,10 +126,12 @@ def prepare_pairs(
     return report
 
 
-def refuse_filled(folder: Path) -> None:
-    """Nothing that is there is overwritten."""
+def refuse_unfit(folder: Path) -> None:
+    """Nothing that is there is overwritten, and a mount point cannot give its place to a folder written aside."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} exists and is no empty folder: choose another --out, or remove it")
+    if os.path.ismount(folder):
+        raise DataError(f"{folder} is a mount point: name a folder inside it")
 
 
 def take_off(
@@ -177,4 +186,4 @@ def write_split(
 
 def describe_counts(counts: Mapping[str, int]) -> str:
     """Reasons and counts for a message."""
-    return ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items())) or "nothing dropped"
+    return ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dragoman_training.errors import CheckpointError
+from dragoman_training.metrics import read_metrics
 
 Lines = Sequence[Mapping[str, Any]]
 
 
 def draw(run: Path, out: Path) -> None:
     """Write the picture as PNG to ``out``; ``CheckpointError`` for a run without a validation, or where it cannot."""
-    lines = read_metrics(run / "metrics.jsonl")
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not there: name the folder of a run")
+    if not (lines := read_metrics(path)):
+        raise CheckpointError(f"{path} has no validation yet: wait for the first")
     figure = Figure(figsize=(11, 7), layout="constrained")  # not pyplot: it needs no screen and keeps no global state
     figure.suptitle(f"{run.resolve().name}: {len(lines)} validations, {lines[-1]['seconds'] / 60:.1f} minutes")
     (loss, quality), (speed, rate) = figure.subplots(2, 2, sharex=True)
@@ -42,27 +47,10 @@ def draw(run: Path, out: Path) -> None:
         raise CheckpointError(f"{out} cannot be written ({error.strerror}): choose another --out") from error
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, but for half a one that a killed run may have left at the end."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}): name the folder of a run") from error
-    lines = []
-    for line in text.split("\n"):
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue
-    if not lines:
-        raise CheckpointError(f"{path} has no validation yet: wait for the first")
-    return lines
-
-
 def plot(axes: Axes, lines: Lines, names: Mapping[str, str], title: str) -> None:
-    """One curve for each name, through the lines that have it."""
+    """One curve for each name, through the lines that have it; null, for what was no number, leaves a gap."""
     for name, label in names.items():
-        points = [(line["step"], line[name]) for line in lines if name in line]
+        points = [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
         axes.plot(*zip(*points, strict=True), marker="." if len(points) < 100 else "", label=label)
     axes.set_title(title)
     axes.grid(alpha=0.3)

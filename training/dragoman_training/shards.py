@@ -131,7 +131,7 @@ def open_shards(folder: Path) -> tuple[list[Shard], dict[str, int]] | None:
         dropped: dict[str, int] = content["dropped"]
         count = len(content["files"]) // (2 * len(SIDES))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
+        return None  # the caller makes them anew
 
     def rows(number: int, side: str) -> Rows:
         names = (f"{number:05d}.{side}.{part}.npy" for part in ("ids", "offsets"))

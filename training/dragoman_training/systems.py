@@ -26,6 +26,7 @@ from dragoman_training.decode import BeamOptions, Hypothesis, beam_search_all, g
 from dragoman_training.errors import CheckpointError, DataError
 from dragoman_training.tokenizer import PlainTokenizer, Tokenizer
 
+MOST_BEAMS = 1000  # no quality comes of wider beams, and each step sorts all their continuations
 REFUSALS = ("invalid_request", "source_too_long")
 """The service's error codes that are the text's own fault; after any other, the same text may be answered later."""
 
@@ -98,8 +99,8 @@ class CheckpointSystem:
     """A checkpoint, or the best of a run, decoded by the reference: greedily, or with a beam."""
 
     def __init__(self, folder: Path, beam_size: int = 1) -> None:
-        if beam_size < 1:
-            raise DataError(f"the beam size is {beam_size}: it must be at least 1")
+        if not 1 <= beam_size <= MOST_BEAMS:
+            raise DataError(f"the beam size is {beam_size}: it must be 1 to {MOST_BEAMS}")
         self.name, self.beam_size = str(folder), beam_size
         self.checkpoint: LoadedCheckpoint = load_model(folder)
         tokenizer = self.checkpoint.target_tokenizer
@@ -213,7 +214,10 @@ class FileSystem:
     def outputs(self, sources: Sequence[str]) -> Outputs:
         """The file's lines; ``DataError`` unless there is one for each source."""
         if len(self._lines) != len(sources):
-            raise DataError(f"{len(self._lines)} outputs but {len(sources)} source lines: line n must match line n")
+            raise DataError(
+                f"{self.name} has {len(self._lines)} lines but there are {len(sources)} sources: line n must match"
+                " line n"
+            )
         return Outputs(self._lines, 0.0)
 
 

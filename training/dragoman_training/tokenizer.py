@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 TRAINING_LINES = 1_000_000
 TRAINING_CHARACTERS = {"bpe": 50_000_000, "unigram": 20_000_000}
 LONGEST_LINE = 4192  # bytes: the library's default; it does not look at longer ones
+RESERVED = "\u2585"  # the library leaves out every line that holds it, without a word
+TOO_FEW = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")  # the library's words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +166,19 @@ class SentencePieceTokenizer:
         """Learn a vocabulary of ``config.vocab_size`` tokens from lines of text.
 
         Of more than a million lines, or more characters than ``TRAINING_CHARACTERS``, a random sample of that size is
-        looked at and held in memory; blank lines and those over ``LONGEST_LINE`` bytes are not looked at. The same
-        lines and ``seed`` give the same vocabulary, in any process. Raises ``DataError`` when the lines do not hold
-        that many tokens.
+        looked at and held in memory; blank lines and those over ``LONGEST_LINE`` bytes are not looked at, and U+2585
+        is read as a blank. The same lines and ``seed`` give the same vocabulary, in any process. Raises ``DataError``
+        when the lines do not hold that many tokens, when their characters alone are more, and when none is looked at.
         """
         assert config.vocab_size is not None  # TokenizerConfig checks
-        usable = (line for line in lines if line.strip() and len(line.encode("utf-8")) <= LONGEST_LINE)
+        readable = (line.replace(RESERVED, " ") for line in lines)
+        usable = (line for line in readable if line.strip() and len(line.encode("utf-8")) <= LONGEST_LINE)
         drawn = drawn_lines(usable, TRAINING_LINES, TRAINING_CHARACTERS[config.kind], Random(seed))
+        if not drawn:
+            raise DataError(
+                f"the training text has no line to learn a vocabulary from: all are blank or over {LONGEST_LINE} bytes:"
+                " add text, or divide long lines"
+            )
         drawn.reverse()
         model = io.BytesIO()
         try:
@@ -194,9 +203,15 @@ class SentencePieceTokenizer:
                 minloglevel=2,
             )
         except RuntimeError as error:
+            words = str(error).rpartition("] ")[2].strip()
+            if needed := TOO_FEW.search(words):
+                raise DataError(
+                    f"tokenizer.vocab_size is {config.vocab_size}: the characters of the training text, with the"
+                    f" special tokens and bytes, are {needed[1]}: raise it, or lower tokenizer.character_coverage"
+                ) from error
             raise DataError(
                 f"the training text gives no vocabulary of tokenizer.vocab_size = {config.vocab_size} tokens: lower it,"
-                f" or add text ({str(error).rpartition('] ')[2].strip() or 'there is none'})"
+                f" or add text ({words})"
             ) from error
         return cls(model.getvalue())
 

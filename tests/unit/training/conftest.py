@@ -1,7 +1,9 @@
 """A toy task (reverse a string of four letters) and toy models, small enough for milliseconds."""
 
 import random
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,22 @@ def toy_with_everything(toy: Path) -> Path:
         text = text.replace(old, new)
     (toy / "toy.toml").write_text(text)
     return toy
+
+
+@pytest.fixture
+def small_files_only() -> Callable[[int], AbstractContextManager[None]]:
+    """No file of this process may grow beyond a number of bytes: a real write error in the middle of a file."""
+
+    @contextmanager
+    def limited(size: int) -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited
 
 
 @pytest.fixture

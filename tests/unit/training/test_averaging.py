@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from dragoman_training import checkpoint
@@ -52,6 +53,24 @@ def test_more_checkpoints_than_there_are_is_refused(run: Path, number: int) -> N
     """The message tells how many there are and how to keep more."""
     with pytest.raises(CheckpointError, match=rf"has 3 .*validations, not {number}: .*loop\.keep_checkpoints"):
         newest_checkpoints(run, number)
+
+
+def test_a_folder_without_checkpoints_is_told_to_be_none(toy: Path) -> None:
+    """Not "choose 1 to 0"."""
+    with pytest.raises(CheckpointError, match="has no checkpoint of a validation: name a run, or wait"):
+        newest_checkpoints(toy, 1)
+
+
+def test_a_full_disk_is_told_with_the_folder_and_the_remedy(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever words the library that writes has for it; nothing is left."""
+
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(CheckpointError, match=r"mean could not be written \(Error while .* MiB free: make room, or"):
+        average_checkpoints(newest_checkpoints(run, 1), run.parent / "mean")
+    assert not [path for path in run.parent.iterdir() if "mean" in path.name]
 
 
 def test_an_old_best_checkpoint_is_no_neighbour_of_the_newest(run: Path) -> None:

@@ -1,12 +1,14 @@
 """The commands train and average: arguments, exit statuses, one line for each refusal."""
 
 import argparse
+import os
+import signal
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from dragoman_training import checkpoint, report
+from dragoman_training import checkpoint, data, report
 from dragoman_training.cli import average, train
 
 
@@ -67,6 +69,17 @@ def test_wrong_use_is_refused_in_one_line(
     assert errors.startswith("dragoman train: error: ") and errors.count("\n") == 1
     assert words in errors
     assert not (toy / "run").exists()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_before_training_has_its_documented_status(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, status: int
+) -> None:
+    """And its one line."""
+    monkeypatch.setattr(data, "run_tokenizers", lambda *_: os.kill(os.getpid(), number))
+    assert run_command(train, "toy.toml", "--out", "run") == status
+    words = f"run: stopped by {signal.Signals(number).name} before training began: the same command starts again\n"
+    assert capsys.readouterr().err == words
 
 
 def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

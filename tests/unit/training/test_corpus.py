@@ -1,6 +1,8 @@
 """Reading parallel text: what ends a line, what is refused and how the message helps."""
 
 import gzip
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,55 @@ def test_a_missing_file_is_refused_with_a_remedy_that_fits_any_file(tmp_path: Pa
     for read in (read_lines, count_lines, file_sha256):
         with pytest.raises(DataError, match=r"absent cannot be read \(No such file or directory\): check the path$"):
             read(tmp_path / "absent")
+
+
+READERS: list[Callable[[Path], object]] = [
+    read_lines,
+    count_lines,
+    file_sha256,
+    lambda path: next(iterate_pairs(path, path)),
+]
+
+
+@pytest.mark.parametrize("read", READERS, ids=["lines", "count", "hash", "pairs"])
+def test_what_gives_its_content_once_is_refused_without_waiting_for_it(
+    tmp_path: Path, read: Callable[[Path], object]
+) -> None:
+    """A named pipe that nobody fills, one as a shell's <(…) makes it, a device, a folder."""
+    os.mkfifo(tmp_path / "fifo")
+    here, there = os.pipe()
+    os.write(there, b"a\n")
+    os.close(there)
+    try:
+        for path in (tmp_path / "fifo", Path(f"/dev/fd/{here}"), Path("/dev/zero")):
+            with pytest.raises(DataError, match=f"{path} is no regular file: .*name a file instead of a pipe"):
+                read(path)
+        assert os.read(here, 2) == b"a\n"  # nothing was taken
+    finally:
+        os.close(here)
+    with pytest.raises(DataError, match="is a folder: name a file"):
+        read(tmp_path)
+
+
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    """A configuration may spell a NUL."""
+    for read in READERS:
+        with pytest.raises(DataError, match=r"'a\\x00b' is no path"):
+            read(Path("a\0b"))
+
+
+def test_a_byte_order_mark_begins_a_file_and_is_no_text(tmp_path: Path) -> None:
+    """In plain text, TSV and JSONL, packed or not; once, and nowhere else."""
+    mark = "\ufeff".encode()
+    (tmp_path / "lines").write_bytes(mark + mark + b"a\r\n" + mark + b"b\n")
+    (tmp_path / "lines.gz").write_bytes(gzip.compress((tmp_path / "lines").read_bytes()))
+    for name in ("lines", "lines.gz"):
+        assert read_lines(tmp_path / name) == ["\ufeffa", "\ufeffb"]
+    (tmp_path / "t.tsv").write_bytes(mark + b"a\tb\n")
+    (tmp_path / "t.jsonl").write_bytes(mark + b'{"source": "a", "target": "b"}\n')
+    assert list(iterate_tsv(tmp_path / "t.tsv")) == list(iterate_jsonl(tmp_path / "t.jsonl")) == [("a", "b")]
+    (tmp_path / "mark").write_bytes(mark)
+    assert len(read_lines(tmp_path / "mark")) == count_lines(tmp_path / "mark") == 1
 
 
 def test_files_of_unequal_length_are_refused_with_both_counts(tmp_path: Path) -> None:
@@ -117,10 +168,12 @@ def test_jsonl_keys_are_chosen(tmp_path: Path) -> None:
         '{"source": "a"}',
         '{"source": "a", "target": 3}',
         '{"source": "\\ud800", "target": "b"}',
+        pytest.param("[" * 200_000, id="nested"),
+        pytest.param("9" * 5_000, id="number"),
     ],
 )
 def test_a_line_without_a_pair_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
-    """No JSON, no object, a missing key, another type than text, half a surrogate pair."""
+    """No JSON, no object, a missing key, another type than text, half a surrogate pair, absurd depth and numbers."""
     (tmp_path / "t.jsonl").write_text('{"source": "a", "target": "b"}\n' + line + "\n")
     with pytest.raises(DataError, match=r"t\.jsonl has no pair in line 2"):
         list(iterate_jsonl(tmp_path / "t.jsonl"))

@@ -89,6 +89,15 @@ def test_text_without_a_pair_that_fits_is_refused(toy: Path, config: TrainConfig
         (toy / f"{kind}.source").write_text(before)
 
 
+def test_blank_lines_alone_are_refused_without_talk_of_limits(toy: Path, config: TrainConfig) -> None:
+    """Higher limits would not help."""
+    (toy / "dev.source").write_text("\n \n")
+    (toy / "dev.target").write_text("A\nB\n")
+    words = r"no dev pair has text on both sides \(dropped: 2 blank source\): give pairs that have"
+    with pytest.raises(DataError, match=words):
+        load_datasets(config, toy / "run")
+
+
 # -- the files of a run ----------------------------------------------------------------------------------------------
 
 
@@ -165,6 +174,34 @@ def test_a_damaged_tokenizer_of_a_run_is_refused_by_name(toy: Path, sampling: Tr
     (toy / "run" / "tokenizers" / "tokenizer.model").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"tokenizer\.model is no tokenizer file"):
         load_datasets(sampling, toy / "run")
+
+
+@pytest.mark.parametrize("name", ["source.tokenizer.json", "target.tokenizer.json"])
+def test_a_tokenizer_file_that_is_gone_is_named(toy: Path, config: TrainConfig, name: str) -> None:
+    """With where to find it again; the other side's is not taken for it."""
+    load_datasets(config, toy / "run")
+    (toy / "run" / "tokenizers" / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"tokenizers lacks {name}: copy it from .*checkpoints"):
+        load_datasets(config, toy / "run")
+
+
+def test_what_else_lies_beside_the_tokenizers_is_left_alone(toy: Path, config: TrainConfig) -> None:
+    """Whatever a file manager or a person puts there, before or after them in the alphabet."""
+    first = load_datasets(config, toy / "run")
+    for name in (".DS_Store", "zz.model", "zz.json"):
+        (toy / "run" / "tokenizers" / name).write_text("{}")
+    second = load_datasets(config, toy / "run")
+    for before, after in zip(first.tokenizers, second.tokenizers, strict=True):
+        assert after.to_bytes() == before.to_bytes()
+
+
+def test_separate_vocabularies_are_found_again(toy: Path, sampling: TrainConfig) -> None:
+    """SentencePiece without a joint one: each side reads its own."""
+    for side in ("source", "target"):  # words enough for 16 tokens
+        (toy / f"train.{side}").write_text((toy / f"train.{side}").read_text().replace(" ", ""))
+    own = replace(sampling, tokenizer=replace(sampling.tokenizer, joint=False, vocab_size=16))
+    first, second = (load_datasets(own, toy / "run").tokenizers for _ in range(2))
+    assert first[0].to_bytes() == second[0].to_bytes() != second[1].to_bytes() == first[1].to_bytes()
 
 
 # -- sampling --------------------------------------------------------------------------------------------------------

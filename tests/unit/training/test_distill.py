@@ -1,7 +1,9 @@
 """Distillation: what is kept, what is dropped, stopped jobs, and from teacher to student at toy size."""
 
 import argparse
+import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -92,13 +94,66 @@ def test_parts_of_another_job_are_refused(tmp_path: Path) -> None:
         distill(Teacher(), source, tmp_path, PairFilter(), part_lines=1)
 
 
+def test_sources_that_hold_nothing_or_only_once_are_refused(tmp_path: Path) -> None:
+    """An empty file, and a pipe, whose lines would be gone after the first look; nothing is made."""
+    (tmp_path / "empty").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    for name, told in (("empty", "empty is empty: at least one line"), ("pipe", "pipe is no regular file")):
+        with pytest.raises(DataError, match=told):
+            distill(Teacher(), tmp_path / name, tmp_path / "out", PairFilter(), part_lines=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_job_a_second_time_is_refused_while_it_runs(tmp_path: Path) -> None:
+    """It would do the same work twice, and get in the way; the first one ends as if alone."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.write_text("a\nb\n")
+    refused = []
+
+    class Busy(Teacher):
+        def outputs(self, sources: Sequence[str]) -> Outputs:
+            with pytest.raises(
+                DataError, match=r"another process works on .*out: wait for it, or choose another --out"
+            ):
+                distill(Teacher(), source, out, PairFilter(), part_lines=1)
+            refused.append(sources)
+            return super().outputs(sources)
+
+    distill(Busy(), source, out, PairFilter(), part_lines=1)
+    assert len(refused) == 2
+    assert (out / "train.target").read_text() == "A\nB\n"
+    assert sorted(path.name for path in out.iterdir()) == ["report.json", "train.source", "train.target"]
+
+
+def test_a_failed_writing_is_told_with_the_folder_and_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the same command goes on from the parts that were saved."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.write_text("a\nb\n")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dragoman_training.distill.flush", full)  # when the parts are joined
+        with pytest.raises(DataError, match=r"out could not be written \(No space left on device\), .*make room"):
+            distill(Teacher(), source, out, PairFilter(), part_lines=1)
+    teacher = Teacher()
+    distill(teacher, source, out, PairFilter(), part_lines=1)
+    assert teacher.asked == []
+    assert (out / "train.target").read_text() == "A\nB\n"
+
+
 def test_the_command_refuses_in_one_line(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Status 2, the value and the remedy."""
     assert run_command("nowhere", "--source", "dev.source", "--out", "out") == 2
     assert run_command("nowhere", "--source", "dev.source", "--out", "out", "--part-lines", "0") == 2
     assert run_command("nowhere", "--source", "dev.source", "--out", "out", "--max-ratio", "0.5") == 2
+    assert run_command("nowhere", "--source", "missing", "--out", "out") == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3
+    assert len(errors) == 4
+    assert "missing cannot be read (No such file" in errors[3]  # before a teacher is loaded
     assert "--part-lines is 0" in errors[1]
     assert "max_ratio is 0.5" in errors[2]
 

@@ -64,6 +64,59 @@ def test_plain_units_are_compared_by_exact_match_alone(toy: Path) -> None:
     assert list(content["against"]) == ["system", "exact_match"]  # type: ignore[call-overload]  # a dict
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--references", "short"], "short has 1 lines but dev.source has 10: line n must match line n"),
+        (["--against", "short"], "short has 1 lines but there are 10 sources: line n must match line n"),
+        (["--json", "no/a.json"], "--json no/a.json cannot be written: name a file in a folder that is there"),
+        (["--output", "dev"], "--output dev cannot be written"),
+    ],
+)
+def test_what_would_fail_afterwards_is_refused_before_anything_is_translated(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    """A beam search over a test set may take an hour. Nothing is written."""
+
+    def translate(*_: object) -> None:
+        raise AssertionError("translated")
+
+    monkeypatch.setattr("dragoman_training.systems.ServedSystem.outputs", translate)
+    (toy / "short").write_text("a\n")
+    (toy / "dev").mkdir()
+    before = sorted(toy.iterdir())
+    assert run_command("--server", "localhost:1", *DATA, *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(toy.iterdir()) == before
+
+
+def test_more_lines_than_can_be_compared_are_refused_before_anything_is_translated(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the limit."""
+    monkeypatch.setattr("dragoman_training.bootstrap.MAX_LINES", 9)
+    assert run_command("--server", "localhost:1", *DATA, "--against", "dev.target") == 2
+    assert "10 lines are over the 9" in capsys.readouterr().err
+
+
+def test_the_table_is_printed_where_a_file_cannot_be_written_after_all(
+    toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that fills up meanwhile costs the file, not the figures."""
+    assert run_command("--hypotheses", "dev.target", *DATA, "--output", "/dev/full") == 2
+    printed = capsys.readouterr()
+    assert "exact_match:" in printed.out
+    assert "/dev/full could not be written (No space left on device)" in printed.err
+
+
+def test_a_bundle_in_the_place_of_a_run_is_told_to_be_one(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the option that it belongs to."""
+    (toy / "b").mkdir()
+    (toy / "b" / "manifest.json").write_text("{}")
+    assert run_command("b", *DATA) == 2
+    assert "b is a bundle: name it with --bundle b" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size", ["1", "4"])
 def test_beams_are_refused_for_outputs_made_elsewhere(toy: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
     """An option without effect is an error, not silence."""

@@ -46,8 +46,8 @@ def test_kept_pairs_stay_in_order_and_the_others_are_counted() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_characters", "max_words", "max_ratio"])
-def test_limits_below_one_are_refused(name: str) -> None:
-    """They would leave nothing."""
-    for value in (0, -1, float("nan")):
+def test_limits_below_one_or_without_end_are_refused(name: str) -> None:
+    """They would leave nothing; and what is no finite number could not be written as JSON."""
+    for value in (0, -1, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match=f"{name} is .*at least 1"):
             PairFilter(**{name: value})  # type: ignore[arg-type]  # one of three names

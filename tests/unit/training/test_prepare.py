@@ -1,8 +1,10 @@
 """Parallel text to training files: what is left out, how dev and test are split off, and when files appear."""
 
 import argparse
+import errno
 import gzip
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -156,12 +158,21 @@ def test_overlap_is_kept_and_reported_on_demand(tmp_path: Path, capsys: pytest.C
         ([], "no training text: give --source"),
         (["--source", "a"], "--source: give a source with its target"),
         (["--source", "a", "--target", "a", "--tsv", "a"], "--source, --target, --tsv: give"),
-        (["--tsv", "missing"], "missing is no file"),
+        (["--tsv", "missing"], "missing cannot be read (No such file or directory): check the path"),
+        (["--tsv", "."], ". is a folder: name a file"),
+        (["--tsv", "/dev/zero"], "/dev/zero is no regular file"),
         (["--tsv", "a", "--dev", "1", "--dev-tsv", "a"], "--dev 1 and files of a dev set: choose one"),
         (["--tsv", "a", "--dev", "4"], "4 pairs for dev are wanted, 3 are left"),
-        (["--tsv", "a", "--dev", "3"], "none of 3 pairs is left to train on"),
-        (["--tsv", "a", "--max-words", "0"], "max_words is 0: it must be at least 1"),
-        (["--tsv", "empty"], "none of 0 pairs is left"),
+        (
+            ["--tsv", "a", "--dev", "2", "--test", "1"],
+            "none of 3 pairs is left to train on (split off for dev: 2, split off for test: 1): split off fewer",
+        ),
+        (["--tsv", "a", "--max-characters", "1", "--max-ratio", "1", "--dev-tsv", "a"], "in dev or test: 3): loosen"),
+        (["--tsv", "a", "--max-ratio", "inf"], "max_ratio is inf: it must be a number of at least 1"),
+        (["--tsv", "a", "--dev-tsv", "empty"], "the dev set has no pair of two texts (it is empty): name other files"),
+        (["--tsv", "a", "--test-tsv", "blank"], "the test set has no pair of two texts (blank source: 2): name other"),
+        (["--tsv", "a", "--max-words", "0"], "max_words is 0: it must be a number of at least 1"),
+        (["--tsv", "empty"], "the training text is empty: at least one pair is needed"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
@@ -175,6 +186,7 @@ def test_what_cannot_be_done_is_refused(
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "a", ["a\t1", "b\t2", "c\t3"])
     write(tmp_path, "empty", [])
+    write(tmp_path, "blank", [" \t1", "\t2"])
     assert prepare(tmp_path, *arguments) == (2, {})
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob(".writing-*"))
@@ -188,6 +200,32 @@ def test_a_filled_folder_is_refused_and_an_empty_one_is_used(tmp_path: Path) -> 
     before = (tmp_path / "out" / "report.json").read_bytes()
     assert prepare(tmp_path, "--tsv", tsv)[0] == 2
     assert (tmp_path / "out" / "report.json").read_bytes() == before
+
+
+def test_a_mount_point_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty volume of a container: the finished folder could not take its place, when all the work is done."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == tmp_path / "out")
+    assert prepare(tmp_path, "--tsv", write(tmp_path, "t.tsv", ["a\t1"])) == (2, {})
+    assert "out is a mount point: name a folder inside it" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_with_the_folder_and_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not with a bare error number; nothing is left."""
+    tsv = write(tmp_path, "t.tsv", ["a\t1"])
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("dragoman_training.folders.flush", full)
+    assert prepare(tmp_path, "--tsv", tsv) == (2, {})
+    assert "out could not be written (No space left on device), " in (told := capsys.readouterr().err)
+    assert "make room, or choose another --out" in told
+    assert list(tmp_path.iterdir()) == [tsv]
 
 
 def test_a_text_that_changes_between_the_readings_is_refused(tmp_path: Path) -> None:

@@ -20,13 +20,8 @@ def line(step: int, **more: float) -> str:
     return json.dumps(values) + "\n"
 
 
-@pytest.mark.parametrize(
-    ("more", "quality"), [({"dev_bleu": 20.0, "dev_chrf": 45.0}, {"BLEU", "chrF"}), ({}, {"exact match"})]
-)
-def test_loss_quality_speed_and_rate_are_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, float], quality: set[str]
-) -> None:
-    """Every curve has the points of the metrics file; half a last line is nothing."""
+def drawn_curves(run: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[float]]]:
+    """Draw the picture of a run; the points of each curve by its label."""
     drawn: list[Figure] = []
     original = Figure.savefig
 
@@ -35,14 +30,24 @@ def test_loss_quality_speed_and_rate_are_drawn(
         original(figure, *arguments, **options)
 
     monkeypatch.setattr(Figure, "savefig", save)
-    (tmp_path / "metrics.jsonl").write_text(line(100, **more) + line(200, **more) + '{"step": 3')
-    report.draw(tmp_path, tmp_path / "report.png")
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    curves = {
+    report.draw(run, run / "report.png")
+    return {
         str(curve.get_label()): np.asarray(curve.get_xydata()).tolist()
         for axes in drawn[0].axes
         for curve in axes.lines
     }
+
+
+@pytest.mark.parametrize(
+    ("more", "quality"), [({"dev_bleu": 20.0, "dev_chrf": 45.0}, {"BLEU", "chrF"}), ({}, {"exact match"})]
+)
+def test_loss_quality_speed_and_rate_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, float], quality: set[str]
+) -> None:
+    """Every curve has the points of the metrics file; half a last line is nothing."""
+    (tmp_path / "metrics.jsonl").write_text(line(100, **more) + line(200, **more) + '{"step": 3')
+    curves = drawn_curves(tmp_path, monkeypatch)
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert curves["training, as optimised"] == [[100, 0.09], [200, 0.045]]
     assert curves["dev"] == [[100, 0.1], [200, 0.05]]
     assert curves["target tokens"] == [[100, 5100], [200, 5200]]
@@ -61,6 +66,18 @@ def test_a_run_without_a_validation_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(line(100))
     with pytest.raises(CheckpointError, match="cannot be written"):
         report.draw(tmp_path, tmp_path / "nowhere" / "report.png")
+
+
+def test_figures_that_were_no_numbers_and_damaged_lines_leave_gaps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other validations are drawn."""
+    lost = json.loads(line(200)) | {"train_loss": None, "dev_loss": None}
+    lines = [line(100).encode(), json.dumps(lost).encode() + b"\n", b'{"step": 250\xff}\n', line(300).encode()]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    curves = drawn_curves(tmp_path, monkeypatch)
+    assert curves["dev"] == [[100, 0.1], [200, pytest.approx(np.nan, nan_ok=True)], [300, 10 / 300]]
+    assert curves["target tokens"] == [[100, 5100], [200, 5200], [300, 5300]]
 
 
 @pytest.mark.parametrize(

@@ -3,22 +3,29 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from dragoman_training import checkpoint, data
+from dragoman_training import checkpoint, data, shards, tokenizer
 from dragoman_training.averaging import average_checkpoints, newest_checkpoints
 from dragoman_training.configfile import load_config
 from dragoman_training.data import Pair
+from dragoman_training.distributed import Group
 from dragoman_training.errors import CheckpointError, ConfigError
 from dragoman_training.folders import locked
-from dragoman_training.train import Trainer, train
+from dragoman_training.tokenizer import SentencePieceTokenizer
+from dragoman_training.train import train
+from dragoman_training.trainer import Trainer
 
 PROGRAM = "import sys; from dragoman_training.cli import train as t; import argparse; p = argparse.ArgumentParser();"
 PROGRAM += "t.add_arguments(p); sys.exit(t.run(p.parse_args()))"
@@ -102,7 +109,7 @@ def test_a_stop_leaves_no_trace_in_the_average(toy: Path, monkeypatch: pytest.Mo
 # Runs the command, and kills itself at the n-th of these moments: a step, or a flush while something is written.
 KILLED = """
 import os, signal, sys
-from dragoman_training import checkpoint, folders, train
+from dragoman_training import checkpoint, folders, metrics, trainer
 moments = int(sys.argv.pop())
 
 def counted(function):
@@ -114,8 +121,8 @@ def counted(function):
         return function(*args)
     return wrapper
 
-checkpoint.flush = folders.flush = counted(folders.flush)
-train.Trainer.step = counted(train.Trainer.step)
+checkpoint.flush = metrics.flush = folders.flush = counted(folders.flush)
+trainer.Trainer.step = counted(trainer.Trainer.step)
 """
 
 
@@ -184,6 +191,175 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(toy: Path) -> Non
     assert metrics_of(toy / "run") == metrics_of(toy / "whole")
 
 
+# -- a signal where there is nothing to save ---------------------------------------------------------------------------
+
+
+def signalling(function: Callable[..., Any], call: int = 1) -> Callable[..., Any]:
+    """The function, with a signal to this process at the n-th of its calls."""
+    calls = count(1)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        (data, "read_aligned"),
+        (tokenizer, "drawn_lines"),
+        (SentencePieceTokenizer, "encode"),
+    ],
+    ids=["reading", "learning a vocabulary", "tokenizing"],
+)
+def test_a_signal_before_training_ends_at_once_and_says_so(
+    toy_with_everything: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    function: tuple[Any, str],
+) -> None:
+    """In one line; nothing half written is left, and the same command starts again, to the same weights."""
+    toy, config = toy_with_everything, load_config("toy.toml")
+    with monkeypatch.context() as patch:
+        patch.setattr(*function, signalling(getattr(*function)))  # the name is looked up at each call
+        assert train(config, toy / "run") == signal.SIGTERM
+    told = [line for line in capsys.readouterr().err.splitlines() if "SIGTERM" in line]
+    assert told == [f"{toy / 'run'}: stopped by SIGTERM before training began: the same command starts again"]
+    assert not (toy / "run" / "config.json").exists()
+    assert [path for path in toy.rglob(".writing-*") if not path.name.endswith(".lock")] == []
+    assert train(config, toy / "run") is None
+    assert train(config, toy / "whole") is None
+    assert weights(toy / "run") == weights(toy / "whole")
+
+
+def test_a_signal_in_a_callback_of_the_library_is_not_taken_for_bad_text(
+    toy_with_everything: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SentencePiece makes an error of its own of what the lines that it reads raise."""
+    draw = tokenizer.drawn_lines
+
+    class Lines(list[str]):
+        pop = signalling(list.pop, call=5)
+
+    monkeypatch.setattr(tokenizer, "drawn_lines", lambda *limits: Lines(draw(*limits)))
+    assert train(load_config("toy.toml"), toy_with_everything / "run") == signal.SIGTERM
+
+
+def test_a_signal_while_a_run_is_loaded_to_be_resumed_changes_nothing(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command goes on, with the change that it allows."""
+    config = load_config("toy.toml", ["schedule.steps=13"])
+    before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "run_tokenizers", signalling(data.run_tokenizers))
+        assert train(config, stopped, resume=True, allowed=["schedule.steps"]) == signal.SIGTERM
+    assert "stopped by SIGTERM before training began" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
+    assert train(config, stopped, resume=True, allowed=["schedule.steps"]) is None
+
+
+def test_a_signal_ends_the_segmenting_of_an_epoch_and_saves(
+    toy_with_everything: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once, without a further step; resumed, the run ends like one that was left alone."""
+    # An epoch has 4 steps: no validation is at its end, whose checkpoint would stay as it is.
+    toy, config = toy_with_everything, load_config("toy.toml", ["loop.validate_every=3"])
+    monkeypatch.setattr(shards, "CHUNK", 10)  # of 60 pairs, each segmented on two sides: 12 calls an epoch
+    train(config, toy / "whole")
+    with monkeypatch.context() as patch:
+        calls = count()
+
+        def counted(*args: Any) -> Any:
+            next(calls)
+            return segment(*args)
+
+        segment = signalling(SentencePieceTokenizer.sample, call=12 + 3)
+        patch.setattr(SentencePieceTokenizer, "sample", counted)
+        assert train(config, toy / "run") == signal.SIGTERM
+    assert next(calls) == 12 + 3
+    assert "stopped by SIGTERM; continue with --resume" in capsys.readouterr().err
+    progress = checkpoint.load_state(toy / "run" / "last")["progress"]
+    assert (progress["epoch"], progress["position"]) == (1, 0)
+    assert (toy / "run" / "last").readlink().name == f"step-{progress['step']:08d}"
+    assert train(config, toy / "run", resume=True) is None
+    assert weights(toy / "run") == weights(toy / "whole")
+    assert metrics_of(toy / "run") == metrics_of(toy / "whole")
+
+
+class TheOthersHeard(Group):
+    """Of several processes: another one was told to stop."""
+
+    def any(self, flag: bool) -> bool:
+        return True
+
+
+def test_a_signal_that_another_process_heard_ends_the_batches_here(toy: Path) -> None:
+    """None goes on to a step in which it would wait for the others."""
+    trainer = Trainer(load_config("toy.toml"), toy / "run", TheOthersHeard())
+    assert list(trainer.batches()) == []
+    assert trainer.stopping()
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def change_state(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        torch.save(change(state) or state, path)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: path.write_bytes(b""), "is damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-300]), "is damaged"),
+        (lambda path: path.write_bytes(b"x" * 300), "is damaged"),
+        (change_state(lambda state: [state]), "TypeError"),
+        (change_state(lambda state: state.pop("progress") and None), "KeyError: 'progress'"),
+        (change_state(lambda state: state["progress"].update(mood=1)), "progress: mood is on one side only"),
+        (change_state(lambda state: state["progress"].pop("epoch") and None), "progress: epoch is on one side only"),
+        (change_state(lambda state: state["optimizer"]["param_groups"].pop() and None), "ValueError: .*groups"),
+    ],
+)
+def test_a_state_that_cannot_be_continued_is_refused_in_one_line(
+    stopped: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    """With the remedy, which works: the run goes on from the checkpoint before, as if it had been stopped there."""
+    folder = stopped / "checkpoints" / "step-00000006"
+    damage(folder / "training_state.pt")
+    with pytest.raises(CheckpointError, match=words) as caught:
+        train(load_config("toy.toml"), stopped, resume=True)
+    message = str(caught.value)
+    assert "\n" not in message and "weights_only" not in message
+    assert str(folder / "training_state.pt") in message
+    assert f"remove {folder} to go on from the checkpoint before it" in message
+
+
+def test_without_its_newest_checkpoint_a_run_goes_on_from_the_one_before(stopped: Path, toy: Path) -> None:
+    """To the same end."""
+    shutil.rmtree(stopped / "checkpoints" / "step-00000006")
+    train(load_config("toy.toml"), stopped, resume=True)
+    train(load_config("toy.toml"), toy / "whole")
+    assert weights(stopped) == weights(toy / "whole")
+    assert metrics_of(stopped) == metrics_of(toy / "whole")
+
+
+def test_damaged_bytes_in_the_metrics_do_not_keep_a_run_from_going_on(stopped: Path, toy: Path) -> None:
+    """The line that they stand in goes."""
+    with (stopped / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 5, "dev_loss": \xff}\n')
+    train(load_config("toy.toml"), stopped, resume=True)
+    train(load_config("toy.toml"), toy / "whole")
+    assert metrics_of(stopped) == metrics_of(toy / "whole")
+
+
 # -- what may differ ---------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +406,16 @@ def test_what_the_saved_state_would_not_fit_cannot_be_allowed(stopped: Path, cha
     with pytest.raises(CheckpointError, match="would not fit") as caught:
         train(load_config("toy.toml", [change]), stopped, resume=True, allowed=[key])
     assert words in str(caught.value)
+
+
+def test_fewer_steps_than_are_done_are_refused(stopped: Path) -> None:
+    """Whether the change is allowed or not; nothing is changed."""
+    before = (stopped / "config.json").read_bytes()
+    changes = {"schedule.steps": 5, "schedule.warmup_steps": 1, "schedule.cooldown_steps": 1}
+    config = load_config("toy.toml", [f"{name}={value}" for name, value in changes.items()])
+    with pytest.raises(ConfigError, match=r"schedule\.steps is 5: .*run is at step 6 already: give at least 6"):
+        train(config, stopped, resume=True, allowed=list(changes))
+    assert (stopped / "config.json").read_bytes() == before
 
 
 def test_an_allowed_change_is_applied_and_recorded(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:

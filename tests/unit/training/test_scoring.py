@@ -1,11 +1,14 @@
 """Figures about lines, against worked examples and definitions."""
 
+import random
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman_training.errors import DataError
-from dragoman_training.scoring import Scores, adds_numbers, edit_distance, loops, score, score_text
+from dragoman_training.scoring import PLACEHOLDER, Scores, adds_numbers, edit_distance, loops, score, score_text
 from dragoman_training.systems import Outputs, Task
 
 PLAIN = Task(is_text=False)
@@ -30,6 +33,33 @@ def test_edit_distance_is_a_distance(a: str, b: str, c: str) -> None:
     assert edit_distance(a, b) == edit_distance(b, a)
     assert (edit_distance(a, b) == 0) == (a == b)
     assert edit_distance(a, c) <= edit_distance(a, b) + edit_distance(b, c)
+
+
+def table_distance(a: str, b: str) -> int:
+    """By the definition: a cell is the least of its three neighbours and what the step costs."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        corner, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            corner, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, corner + (x != y))
+    return row[-1]
+
+
+@given(st.text("abc", max_size=80), st.text("abc", max_size=80))
+def test_edit_distance_is_that_of_the_table(a: str, b: str) -> None:
+    """Beyond one machine word, too."""
+    assert edit_distance(a, b) == table_distance(a, b)
+
+
+def test_long_lines_are_scored_in_seconds() -> None:
+    """In steps by the square of their length, these would take hours: no loop, many braces, zeros, edits."""
+    draw = random.Random(0)
+    characters = "".join(chr(0x4E00 + draw.randrange(2000)) for _ in range(60_000))
+    words = " ".join(str(draw.randrange(2000)) for _ in range(60_000))
+    assert not loops(characters) and not loops(words)
+    assert loops(characters + "ab" * 4) and loops(words + " ab" * 4)
+    assert PLACEHOLDER.findall("{" * 200_000 + "%" + "0" * 200_000) == []
+    assert edit_distance(characters[:16_000], characters[1:16_001]) == 2
 
 
 def test_a_worked_example() -> None:
@@ -143,6 +173,29 @@ def test_loops_are_found(text: str) -> None:
 def test_language_is_no_loop(text: str) -> None:
     """Three times may be language."""
     assert not loops(text.replace("----", "---"))
+
+
+WORD_LOOP = re.compile(r"(?<!\S)(\S+(?: +\S+)*?)(?: +\1){3}(?!\S)")
+LETTER_LOOP = re.compile(r"(\S\S+?)\1{3}")
+
+
+@given(st.builds(lambda a, n, b: a * n + b, st.text("ab  ", max_size=8), st.integers(1, 5), st.text("ab ", max_size=9)))
+def test_loops_are_those_of_the_definition(text: str) -> None:
+    """Against patterns that say it: four times the same words, or two or more letters within a word."""
+    text = " ".join(text.split())
+    assert loops(text) == bool(WORD_LOOP.search(text) or LETTER_LOOP.search(text))
+
+
+PLAIN_PLACEHOLDER = re.compile(  # the definition, without what makes it fast
+    r"https?://[^\s<>\"]*[^\s<>\".,;:!?)\]}]|</?[A-Za-z][^<>]*>|\{+[^{}]*\}+"
+    r"|%(?:\(\w+\)|\d+\$)?[-+0#]*\d*(?:\.\d+)?[sdifxX@](?![A-Za-z])"
+)
+
+
+@given(st.lists(st.sampled_from([*"{}%01$sd.a()<>/ +-", "http://"]), max_size=14).map("".join))
+def test_placeholders_are_those_of_the_plain_pattern(text: str) -> None:
+    """What keeps long rows of braces and zeros fast changes no match."""
+    assert PLACEHOLDER.findall(text) == PLAIN_PLACEHOLDER.findall(text)
 
 
 def test_a_loop_that_the_target_has_too_is_none() -> None:

@@ -102,8 +102,9 @@ def test_a_checkpoint_is_decoded_in_order(toy: Path) -> None:
     assert len(CheckpointSystem(toy / "run", beam_size=3).outputs(lines).lines) == 5
     assert system.task == Task(is_text=False, unit="piece")
     assert system.identity() == CheckpointSystem(toy / "run" / "best").identity()
-    with pytest.raises(DataError, match="beam size is 0"):
-        CheckpointSystem(toy / "run", beam_size=0)
+    for size in (0, 1001, 1_000_000):
+        with pytest.raises(DataError, match=f"beam size is {size}: it must be 1 to 1000"):
+            CheckpointSystem(toy / "run", beam_size=size)
 
 
 def test_a_bundle_is_run_as_a_process(generate: Path) -> None:
@@ -172,5 +173,5 @@ def test_a_file_of_outputs_needs_a_line_for_each_source(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_bytes("a\u2028b\r\n\n c\n".encode())
     assert system_at(path).outputs(["x", "y", "z"]).lines == ["a\u2028b", "", " c"]
-    with pytest.raises(DataError, match="3 outputs but 2 source lines"):
+    with pytest.raises(DataError, match="out has 3 lines but there are 2 sources: line n must match"):
         FileSystem(path).outputs(["x", "y"])

@@ -317,11 +317,35 @@ def test_threads_share_a_tokenizer(pieces: Callable[..., SentencePieceTokenizer]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lines", [["ab ba"], [" ", ""]])
-def test_too_little_text_is_refused_with_the_size_asked_for(kind: str, lines: list[str]) -> None:
+def test_too_little_text_is_refused_with_the_size_asked_for(kind: str) -> None:
     """The message names the setting."""
-    with pytest.raises(DataError, match=r"tokenizer\.vocab_size = 320 tokens: lower it, or add text \((Vocab|there)"):
+    with pytest.raises(DataError, match=r"tokenizer\.vocab_size = 320 tokens: lower it, or add text \(Vocabulary size"):
+        SentencePieceTokenizer.train(replace(CONFIG, kind=kind), ["ab ba"], seed=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_too_many_characters_for_the_vocabulary_ask_for_a_larger_one(kind: str) -> None:
+    """Four specials, 256 bytes, the mark of a blank and twelve letters are 273."""
+    config = replace(CONFIG, kind=kind, vocab_size=264, user_defined_symbols=())
+    with pytest.raises(DataError, match=r"vocab_size is 264: the characters .* are 273: raise it, or lower"):
+        SentencePieceTokenizer.train(config, ["abcdef ghijkl"] * 5, seed=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lines", [[], [" ", ""], ["long " * 1000], ["\u2585 \u2585"]])
+def test_text_without_a_line_to_learn_from_is_told_apart_from_too_little(kind: str, lines: list[str]) -> None:
+    """Nothing, blank lines, lines longer than the library looks at."""
+    with pytest.raises(DataError, match=r"no line to learn .*blank or over 4192 bytes: add text, or divide long lines"):
         SentencePieceTokenizer.train(replace(CONFIG, kind=kind), lines, seed=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lines_with_the_library_s_reserved_character_are_learned_from(kind: str) -> None:
+    """Left to itself, it passes over them without a word: the vocabulary is that of the same text with blanks."""
+    config = replace(CONFIG, kind=kind, vocab_size=264, user_defined_symbols=())
+    marked, blank = (SentencePieceTokenizer.train(config, [f"ab{mark}ba", "cab cab"] * 5, seed=1) for mark in "\u2585 ")
+    assert marked.to_bytes() == blank.to_bytes()
+    assert marked.decode(marked.encode("a\u2585b")) == "a\u2585b"
 
 
 def test_an_error_of_the_text_comes_through() -> None:

@@ -12,13 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from dragoman_training import checkpoint, data, decode
-from dragoman_training import train as training
+from dragoman_training import trainer as training
 from dragoman_training.config import ModelShape
 from dragoman_training.configfile import load_config
 from dragoman_training.data import Pair
 from dragoman_training.errors import CheckpointError, DataError, TrainingError
 from dragoman_training.model import Transformer
-from dragoman_training.train import Progress, Trainer, train
+from dragoman_training.progress import Progress
+from dragoman_training.train import train
+from dragoman_training.trainer import Trainer
 from dragoman_training.validate import validate
 from dragoman_training.workers import Workers
 
@@ -261,11 +263,13 @@ def test_a_first_figure_that_is_no_number_is_not_the_best(value: float) -> None:
 def test_a_run_without_a_finite_figure_has_no_best(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends all the same, says so, and keeps its last checkpoint."""
+    """It ends all the same, says so, keeps its last checkpoint, and writes null, as JSON knows no NaN."""
     monkeypatch.setattr(training, "validate", scripted([float("nan")] * 3))
     assert train(load_config("toy.toml"), toy / "run") is None
     assert "no best: no validation's loss was a finite number" in capsys.readouterr().err
     assert not (toy / "run" / "best").exists()
+    assert [line["dev_loss"] for line in metrics_of(toy / "run")] == [None, None, None]
+    assert '"dev_loss": null' in (toy / "run" / "last" / "metrics.json").read_text()
     assert (toy / "run" / "last").readlink().name == "step-00000012"
 
 
@@ -408,6 +412,7 @@ def test_a_folder_with_something_else_in_it_is_refused(toy: Path) -> None:
 def test_an_interrupted_start_is_started_over(toy: Path) -> None:
     """Its tokenizers may be those of another configuration."""
     data.load_datasets(load_config("toy.toml", ["tokenizer.source_unit=piece"]), toy / "run")
+    (toy / "run" / ".writing-tokenizers-1a2b3c4d").mkdir()
     train(load_config("toy.toml"), toy / "run")
     assert len(checkpoint.load_model(toy / "run").source_tokenizer) == 8
 

@@ -47,13 +47,13 @@ def test_two_processes_train_like_two_workers(toy: Path) -> None:
 
 # The main process alone fails in its first validation.
 FAILING = """
-from dragoman_training import train
+from dragoman_training import trainer
 from dragoman_training.errors import DataError
 
 def fails(*_):
     raise DataError("the dev data is gone")
 
-train.validate = fails
+trainer.validate = fails
 """
 
 

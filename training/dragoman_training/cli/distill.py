@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was kept and dropped; 2 for a refusal."""
+    from dragoman_training.corpus import require_file
     from dragoman_training.distill import distill
     from dragoman_training.errors import DataError
     from dragoman_training.filtering import PairFilter
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if args.part_lines < 1:
             raise DataError(f"--part-lines is {args.part_lines}: it must be at least 1")
         pair_filter = PairFilter(max_ratio=args.max_ratio)
+        require_file(args.source)  # before a model is loaded
         teacher = chosen_system(args)
         report = distill(teacher, args.source, args.out, pair_filter, args.part_lines, say)
     except TrainingError as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,12 +68,15 @@ def add_system_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyE
 
 def chosen_system(args: argparse.Namespace) -> System:
     """The system that ``add_system_arguments`` declared."""
+    from dragoman_training.errors import DataError
     from dragoman_training.systems import CheckpointSystem, ServedSystem
 
     if args.bundle:
         return ServedSystem.of_bundle(args.bundle)
     if args.server:
         return ServedSystem.of_server(args.server)
+    if (args.checkpoint / "manifest.json").is_file():
+        raise DataError(f"{args.checkpoint} is a bundle: name it with --bundle {args.checkpoint}")
     return CheckpointSystem(args.checkpoint, beam_size(args))
 
 
@@ -82,32 +86,36 @@ def beam_size(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one figure a line; 2 for a refusal."""
+    """Print one figure a line; 2 for a refusal, or where a file could not be written after all."""
     try:
         evaluation = evaluate(args)
+        print(evaluation.table())
+        write_results(args, evaluation)
     except TrainingError as error:
         print(f"dragoman evaluate: error: {error}", file=sys.stderr)
         return 2
-    print(evaluation.table())
-    if args.json:
-        args.json.write_text(json.dumps(evaluation.as_dict(), indent=2) + "\n", encoding="utf-8")
     return 0
 
 
 def evaluate(args: argparse.Namespace) -> Evaluation:
     """Decode or fetch the outputs, then score them."""
     from dragoman_training import evaluate as scoring
-    from dragoman_training.corpus import read_aligned, write_lines
+    from dragoman_training.corpus import read_aligned, unequal
     from dragoman_training.errors import DataError
     from dragoman_training.systems import CheckpointSystem, FileSystem, system_at
 
     sources, targets = read_aligned(args.source, args.target)
     references = scoring.read_references(args.references) if args.references else None
+    if references is not None and len(references) != len(sources):
+        raise unequal(args.references, args.source, len(references), len(sources))
+    for option, path in (("--output", args.output), ("--json", args.json)):
+        if path is not None and not can_be_written(path):
+            raise DataError(f"{option} {path} cannot be written: name a file in a folder that is there and writable")
     system = FileSystem(args.hypotheses) if args.hypotheses else chosen_system(args)
     against = system_at(args.against, beam_size(args)) if args.against else None
     if args.beam_size is not None and not any(isinstance(one, CheckpointSystem) for one in (system, against)):
         raise DataError(f"--beam-size is {args.beam_size}: leave it out, nothing is decoded here")
-    evaluation = scoring.evaluate(
+    return scoring.evaluate(
         system,
         sources,
         targets,
@@ -116,7 +124,23 @@ def evaluate(args: argparse.Namespace) -> Evaluation:
         bleu_tokenizer=args.bleu_tokenizer,
         target_unit=args.target_unit,
     )
-    if args.output:
-        # A model with byte pieces may spell a line feed.
-        write_lines(args.output, (line.replace("\n", " ") for line in evaluation.outputs.lines))
-    return evaluation
+
+
+def can_be_written(path: Path) -> bool:
+    """Whether a file could be written there now. Nothing is made: a refusal that follows would leave an empty file."""
+    return os.access(path if path.exists() else path.parent, os.W_OK) and not path.is_dir()
+
+
+def write_results(args: argparse.Namespace, evaluation: Evaluation) -> None:
+    """The files asked for; ``DataError`` where the disk fails."""
+    from dragoman_training.corpus import write_lines
+    from dragoman_training.errors import DataError
+
+    outputs = [line.replace("\n", " ") for line in evaluation.outputs.lines]  # byte pieces may spell a line feed
+    figures = [json.dumps(evaluation.as_dict(), indent=2)]
+    for path, lines in ((args.output, outputs), (args.json, figures)):
+        try:
+            if path is not None:
+                write_lines(path, lines)
+        except OSError as error:
+            raise DataError(f"{path} could not be written ({error.strerror}): make room, and run it again") from error

@@ -137,8 +137,7 @@ def chosen_pairs(args: argparse.Namespace, prefix: str) -> Pairs | None:
     if not named:
         return None
     for path in filter(None, values.values()):
-        if not path.is_file():
-            raise DataError(f"{path} is no file: it is read twice, so a pipe will not do")
+        corpus.require_file(path)  # at once, not when its turn comes
     if named == ["source", "target"]:
         return partial(corpus.iterate_pairs, values["source"], values["target"])
     if named == ["tsv"]:

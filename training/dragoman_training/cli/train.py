@@ -2,7 +2,8 @@
 
 Each validation prints a line, appends to RUN/metrics.jsonl and writes a checkpoint; RUN/best and RUN/last link to two
 of them. Ctrl-C and SIGTERM save before they end; --resume goes on from there, after a kill from the newest checkpoint,
-and ends with the weights of a run that was never stopped.
+and ends with the weights of a run that was never stopped. Before training begins there is nothing to save: the same
+command starts again.
 
   dragoman train tiny --out runs/mine                                        a preset, on the data in data/
   dragoman train tiny --set schedule.steps=2000 --set loop.seed=2 --out runs/other
@@ -50,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 at the end and after SIGTERM, 130 after Ctrl-C (both with the state saved), 2 for a refusal or a failed run."""
+    """0 at the end and after SIGTERM, 130 after Ctrl-C, 2 for a refusal or a failed run.
+
+    The two signals save the state; one that comes before training begins finds none, and ends the command at once.
+    """
     try:
         if args.list:
             return list_presets()
