@@ -74,6 +74,7 @@ def reverse_run(reverse_data: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def reverse_bundle(reverse_data: Path, reverse_run: Path) -> Path:
-    """The exported bundle."""
-    dragoman("export", "run", "--sources", "dev.source", "--out", "reverse", cwd=reverse_data)
+    """The exported bundle, in every precision of the CPU."""
+    arguments = ["--precision", "fp32,int8,w8", "--sources", "dev.source", "--test", "dev.source", "dev.target"]
+    dragoman("export", "run", *arguments, "--out", "reverse", cwd=reverse_data)
     return reverse_data / "reverse"

@@ -60,8 +60,9 @@ diff -r --exclude=__pycache__ "$work/generated/dragoman/v1" service/dragoman/v1 
   exit 1
 }
 
+# Two processes, each file in one of them; a process computes in one thread, as the other needs the second core.
 begin tests
-"$bin/pytest"
+OMP_NUM_THREADS=1 "$bin/pytest" -n 2 --dist loadfile
 
 # What users install: the wheel, in an environment that has no torch and no source tree.
 begin wheel
@@ -72,7 +73,7 @@ begin wheel
 wheel=$(echo "$work"/dragoman-*.whl)
 "$bin/python" -m venv "$work/venv"
 "$work/venv/bin/pip" install --quiet --disable-pip-version-check -c deploy/constraints.txt \
-  "${wheel}[cpu]" pytest pytest-asyncio hypothesis
+  "${wheel}[cpu]" pytest pytest-asyncio pytest-xdist hypothesis
 "$work/venv/bin/python" - <<'PY'
 import importlib.util
 from pathlib import Path
@@ -83,7 +84,7 @@ assert Path.cwd() not in Path(dragoman.__file__).parents, dragoman.__file__
 for name in ("torch", "onnx"):
     assert importlib.util.find_spec(name) is None, f"{name} is installed beside the wheel"
 PY
-"$work/venv/bin/pytest" --ignore=tests/unit/training \
+"$work/venv/bin/pytest" -n 2 --dist loadfile --ignore=tests/unit/training \
   tests/unit tests/integration/server tests/system/test_quickstart.py
 
 begin finished

@@ -7,54 +7,100 @@ split a node, and such a graph runs, only slowly.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import onnx
 
 from dragoman.bundle import wrong_counts
 from dragoman_export.errors import ExportError
+from dragoman_training.config import ModelConfig
 
-CACHED_ATTENTION = "GroupQueryAttention"
-SELF_ATTENTION, CROSS_ATTENTION = f"{CACHED_ATTENTION}(self)", f"{CACHED_ATTENTION}(cross)"
-MATRIX_PRODUCTS = "MatMul+Gemm+FusedMatMul"
+GROUP_ATTENTION = "GroupQueryAttention"
+SELF_ATTENTION, CROSS_ATTENTION = f"{GROUP_ATTENTION}(self)", f"{GROUP_ATTENTION}(cross)"
+ENCODER_ATTENTION = f"{GROUP_ATTENTION}(encoder)"
+FLOAT_PRODUCTS, INTEGER_PRODUCTS, BLOCK_PRODUCTS = "MatMul+Gemm+FusedMatMul", "MatMulIntegerToFloat", "MatMulNBits"
 NEVER = {
     "Softmax": 0,  # attention that was left unfused
     "Attention": 0,  # fused by the standard's operator, which reads the padding of a cache too
-    "SkipLayerNormalization": 0,  # on the CPU several times slower than the two nodes that it stands for
     "If+Loop+Scan": 0,
+    "DynamicQuantizeMatMul+DynamicQuantizeLinear": 0,  # one scale for all rows: each would feel its neighbours
+    "MatMulInteger+QLinearMatMul": 0,  # products that are slower than INTEGER_PRODUCTS
+}
+"""What no graph may hold."""
+
+NEVER_ON_CPU = {
+    **NEVER,
+    "MultiHeadAttention": 0,  # in an encoder right, but slower
+    "SkipLayerNormalization": 0,  # several times slower than the two nodes that it stands for
 }
 """What no graph for the CPU may hold."""
 
+NEVER_ON_CUDA = {
+    **NEVER,
+    "LayerNormalization": 0,  # each has a sum before it, which SkipLayerNormalization takes in
+    "Gelu+FastGelu+Erf": 0,  # behind each bias: BiasGelu
+}
+"""What no graph for CUDA may hold."""
 
-def encoder_nodes(encoder_layers: int, decoder_layers: int, final_norm: bool) -> dict[str, int]:
+
+@dataclass(frozen=True)
+class Products:
+    """How a graph's products with weights are computed."""
+
+    kind: str  # FLOAT_PRODUCTS, INTEGER_PRODUCTS or BLOCK_PRODUCTS
+    by_row: bool = False  # of INTEGER_PRODUCTS: an activation's scale is found row by row
+
+    def nodes(self, number: int, inputs: int) -> dict[str, int]:
+        """``number`` of products, which read so many different ``inputs``. None may be of another kind."""
+        counts = dict.fromkeys((FLOAT_PRODUCTS, INTEGER_PRODUCTS, BLOCK_PRODUCTS), 0)
+        quantized = inputs if self.kind == INTEGER_PRODUCTS else 0
+        row_scales = quantized if self.by_row else 0
+        return {**counts, self.kind: number, "QuantizeLinear": quantized, "ReduceMax": row_scales}
+
+
+def encoder_nodes(config: ModelConfig, products: Products, provider: str = "cpu") -> dict[str, int]:
     """What an encoder graph must hold: a layer's four projections and two of the feed-forward, and for each decoder
     layer the two of its cross-attention. A matrix product more would be attention that was left unfused."""
+    layers = config.encoder_layers
+    attention, other = ENCODER_ATTENTION, ""
+    if provider == "cuda":
+        attention, other = "MultiHeadAttention", f"+{ENCODER_ATTENTION}"
     return {
-        "MultiHeadAttention": encoder_layers,
-        CACHED_ATTENTION: 0,
-        "LayerNormalization": 2 * encoder_layers + final_norm,
-        MATRIX_PRODUCTS: 6 * encoder_layers + 2 * decoder_layers,
-        **NEVER,
+        attention: layers,
+        f"{SELF_ATTENTION}+{CROSS_ATTENTION}+{GROUP_ATTENTION}{other}": 0,  # the third: with another cache than theirs
+        **_between_products(config, provider, layers, norms=2 * layers + config.norm_first),
+        **products.nodes(6 * layers + 2 * config.decoder_layers, inputs=4 * layers + 1),
+        **(NEVER_ON_CUDA if provider == "cuda" else NEVER_ON_CPU),
     }
 
 
-def decoder_nodes(decoder_layers: int, final_norm: bool) -> dict[str, int]:
+def decoder_nodes(config: ModelConfig, products: Products, provider: str = "cpu") -> dict[str, int]:
     """What a decoder graph must hold: a layer's four projections of self-attention, two of cross-attention (the others
     are the encoder's) and two of the feed-forward, and the one to the vocabulary."""
+    layers = config.decoder_layers
     return {
-        "MultiHeadAttention": 0,
-        SELF_ATTENTION: decoder_layers,
-        CROSS_ATTENTION: decoder_layers,
-        CACHED_ATTENTION: 0,  # with another cache than these
-        "LayerNormalization": 3 * decoder_layers + final_norm,
-        MATRIX_PRODUCTS: 8 * decoder_layers + 1,
-        **NEVER,
+        SELF_ATTENTION: layers,
+        CROSS_ATTENTION: layers,
+        f"{ENCODER_ATTENTION}+{GROUP_ATTENTION}": 0,  # the last: with another cache than theirs
+        **_between_products(config, provider, layers, norms=3 * layers + config.norm_first),
+        **products.nodes(8 * layers + 1, inputs=6 * layers + 1),
+        **(NEVER_ON_CUDA | {"MultiHeadAttention": 0} if provider == "cuda" else NEVER_ON_CPU),
     }
+
+
+def _between_products(config: ModelConfig, provider: str, layers: int, norms: int) -> dict[str, int]:
+    """Norms, and on CUDA the activations that a bias is fused with. (A norm first in the stack has a sum before it,
+    too: that of embeddings and positions.)"""
+    if provider == "cuda":
+        return {"SkipLayerNormalization": norms, "BiasGelu": layers if config.activation == "gelu" else 0}
+    return {"LayerNormalization": norms}
 
 
 def count_nodes(model: onnx.ModelProto) -> dict[str, int]:
     """How many nodes of each operator the graph holds, functions included, by name.
 
-    Attention with a cache is counted by the cache: ``SELF_ATTENTION`` or ``CROSS_ATTENTION``.
+    GroupQueryAttention is counted by the cache that it reads: ``SELF_ATTENTION``, ``CROSS_ATTENTION``, or without one
+    ``ENCODER_ATTENTION``.
     """
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     return dict(sorted(Counter(map(_kind, nodes)).items()))
@@ -72,7 +118,7 @@ def check_caches(file: str, stage: str, model: onnx.ModelProto) -> None:
     Layer by layer, self-attention then cross-attention: each needs the one before, so that no order differs. For a
     graph whose counts were checked.
     """
-    nodes = [node for node in model.graph.node if node.op_type == CACHED_ATTENTION]
+    nodes = [node for node in model.graph.node if _kind(node) in (SELF_ATTENTION, CROSS_ATTENTION)]
     for index, node in enumerate(nodes):
         layer, is_cross = divmod(index, 2)
         read = f"cross_key_{layer}", f"cross_value_{layer}"
@@ -90,9 +136,11 @@ def check_caches(file: str, stage: str, model: onnx.ModelProto) -> None:
 
 
 def _kind(node: onnx.NodeProto) -> str:
-    if node.op_type == CACHED_ATTENTION:
+    if node.op_type == GROUP_ATTENTION:
         if node.input[3].startswith("past_"):
             return SELF_ATTENTION
         if node.input[3].startswith("cross_"):
             return CROSS_ATTENTION
+        if not node.input[3] and any(a.name == "causal" and a.i == 0 for a in node.attribute):
+            return ENCODER_ATTENTION
     return str(node.op_type)

@@ -1,246 +1,321 @@
-"""Checkpoint to bundle: load -> trace -> verify -> save. Nothing is written unless every check has passed."""
+"""Checkpoint to bundle: load -> trace -> quantise -> verify -> save. Nothing is written unless all checks pass."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib.metadata
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-import onnx
+import numpy as np
 import torch
 
-import dragoman
 from dragoman.bundle import (
-    FORMAT_VERSION,
+    Alignment,
     GoldenCase,
-    Graph,
     GraphSet,
-    Limits,
     Manifest,
     ModelBundle,
-    ModelShape,
-    SpecialIds,
-    TokenizerEntry,
-    Tokenizers,
+    Shortlist,
     check_free,
     save_bundle,
 )
 from dragoman.engine.runner import OrtModel, OrtRunner
-from dragoman.errors import InvalidRequestError
 from dragoman.served_model import token_rules
-from dragoman.tokenizer import SourceTokenizer, TargetTokenizer
-from dragoman.vocabulary import Vocabulary, load_vocabulary
+from dragoman_export.alignment import Example, write_alignment
+from dragoman_export.calibrate import calibrate
+from dragoman_export.codec import Codec, Encoded
 from dragoman_export.errors import ExportError
-from dragoman_export.graphs import DecoderGraph, EncoderGraph
-from dragoman_export.trace import OPSET, trace
-from dragoman_export.verify import Parity, golden_set, verify
+from dragoman_export.graph_sets import GraphWriter
+from dragoman_export.half import check_range
+from dragoman_export.manifest import describe
+from dragoman_export.quality import TestSet, compare, compare_shortlist, figures
+from dragoman_export.quantize import Range
+from dragoman_export.shortlist import ShortlistOptions, find_candidates, to_bytes
+from dragoman_export.targets import FP16, FP32, INT8, W8, Target
+from dragoman_export.verify import (
+    BEAM_SIZE,
+    PARITY_ROWS,
+    Parity,
+    References,
+    beam_places,
+    check_shortlist,
+    generate,
+    golden_set,
+    verify,
+)
+from dragoman_training.beam import BeamOptions, beam_search_all
 from dragoman_training.checkpoint import LoadedCheckpoint
-from dragoman_training.data import encode_source
-from dragoman_training.model import Transformer
-from dragoman_training.tokenizer import SpecialIds as TrainingSpecialIds
-from dragoman_training.tokenizer import Tokenizer
+from dragoman_training.decode import Hypothesis, greedy_all
 
-ENCODER_FILE, DECODER_FILE = "encoder.cpu.fp32.onnx", "decoder.cpu.fp32.onnx"
-GOLDEN_FILE = "golden.cpu.fp32.jsonl"
 VERIFY_SLOTS = 32
 VERIFY_KV_CACHE_BYTES = 1 << 30
+NUM_GENERATED = 64
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What to export, and what to prove it on.
+
+    ``sources`` are what the comparison with PyTorch runs on; without any, random ones are made. Static scales are found
+    on ``calibration``, or else on the sources, or else there are none: as with ``row_scales``, each row gets its own.
+    ``test`` measures what each precision costs. ``alignment`` adds the graph that aligns answers with sources,
+    ``shortlist`` what restricts int8's answers to a few candidates.
+    """
+
+    name: str
+    version: str
+    targets: tuple[Target, ...] = (FP32,)
+    sources: tuple[str, ...] | None = None
+    calibration: tuple[str, ...] | None = None
+    row_scales: bool = False
+    test: TestSet | None = None
+    quality: Mapping[str, float | str] | None = None
+    notice: bytes | None = None
+    alignment: bool = False
+    shortlist: ShortlistOptions | None = None
+
+    def __post_init__(self) -> None:
+        if self.alignment and self.sources is None:
+            raise ExportError("alignment is chosen by the model's answers to real sources: give --sources")
+        if self.shortlist is not None and INT8 not in self.targets:
+            raise ExportError("a shortlist is for the graphs of int8: give --precision int8, alone or with others")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A graph set with all figures, its golden cases, and the comparison with PyTorch."""
+
+    graphs: GraphSet
+    golden: list[GoldenCase]
+    parity: Parity
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """The saved bundle and what its verification found."""
+    """The saved bundle, and what its verification found by precision: of fp32, even where it is not in the bundle."""
 
     bundle: ModelBundle
-    parity: Parity
-    num_golden_cases: int
+    proofs: dict[str, Proof]
     num_skipped_sources: int  # blank, over the limit, or with characters that the model does not know
 
 
-def export(
-    checkpoint: LoadedCheckpoint,
-    texts: Sequence[str],
-    out: Path,
-    *,
-    name: str,
-    version: str,
-    quality: Mapping[str, float | str] | None = None,
-    notice: bytes | None = None,
-    overwrite: bool = False,
-) -> ExportResult:
-    """Export for the CPU in fp32. ``texts`` (dev sources) are what the comparison with PyTorch runs on.
+def export(checkpoint: LoadedCheckpoint, options: ExportOptions, out: Path, *, overwrite: bool = False) -> ExportResult:
+    """Make a bundle. Sources that the model would refuse are left out and counted.
 
-    Those that the model would refuse are left out and counted. The same checkpoint and texts give the same bundle, byte
-    for byte, but for ``created`` and the manifest's checksum. Raises ExportError when a check fails, BundleError when
-    ``out`` exists (with ``overwrite``: and is no bundle).
+    The same checkpoint and options give the same bundle, byte for byte, but for ``created`` and the manifest's
+    checksum. Raises ExportError when a check fails, BundleError when ``out`` exists (with ``overwrite``: and is no
+    bundle).
     """
     check_free(out, overwrite=overwrite)
-    vocabularies = {
-        side: load_vocabulary(tokenizer.kind, checkpoint.folder / checkpoint.tokenizer_files[side])
-        for side, tokenizer in (("source", checkpoint.source_tokenizer), ("target", checkpoint.target_tokenizer))
-    }
-    check_special_ids(checkpoint.special, vocabularies["target"])
-    target_tokenizer = TargetTokenizer(vocabularies["target"])
-    check_pieces(checkpoint, target_tokenizer)
-    tokenizer = SourceTokenizer(vocabularies["source"], (), (checkpoint.special.eos,))
-    encoded = [(text, source) for text in texts if (source := _encode(checkpoint, tokenizer, text)) is not None]
-    if not encoded:
-        raise ExportError(f"the model accepts none of the {len(texts)} sources: give dev sources to compare on")
-    sources = [source for _, source in encoded]
-    model = checkpoint.model.eval()
-    with tempfile.TemporaryDirectory() as folder:  # graphs wait on the disk: each is as large as its weights
-        encoder = _trace_into(Path(folder), EncoderGraph(model), ENCODER_FILE)
-        decoder = _trace_into(Path(folder), DecoderGraph(model), DECODER_FILE)
-        graphs = GraphSet("cpu", "fp32", OPSET, encoder, decoder, GOLDEN_FILE, {})
-        manifest = _manifest(checkpoint, vocabularies, graphs, name, version, quality)
-        opened = OrtModel(
-            manifest.model, graphs, lambda file: Path(folder, file).read_bytes(), num_threads=torch.get_num_threads()
-        )
-        runner = OrtRunner(opened, VERIFY_SLOTS, VERIFY_KV_CACHE_BYTES)
-        rules = token_rules(manifest)
-        parity, references = verify(model, runner, rules, sources, manifest.limits.max_new_tokens, checkpoint.special)
-        answers = _decode(checkpoint, target_tokenizer, [tuple(r.tokens) for r in references])
-        golden = golden_set(model, rules, [text for text, _ in encoded], sources, references, answers)
+    prover = _Prover(checkpoint, options)
+    if FP16 in options.targets:
+        prover.check_range()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        writer = GraphWriter(checkpoint.model.eval(), folder)
+        # All others follow fp32's, which has to be exact: what they lack is the price of their precision.
+        proofs = {FP32.precision: prover.prove(FP32, writer.write(FP32), folder)}
+        ranges = prover.ranges() if {INT8, W8}.intersection(options.targets) else None
+        for target in options.targets:
+            if target != FP32:
+                proofs[target.precision] = prover.prove(target, writer.write(target, ranges), folder)
+        graphs = tuple(proofs[target.precision].graphs for target in options.targets)
+        alignment = prover.align(folder) if options.alignment else None
+        shortlist, shortlist_files = None, dict[str, bytes | Path]()
+        if options.shortlist is not None:
+            int8 = proofs[INT8.precision].graphs
+            shortlist, shortlist_files = prover.shorten(options.shortlist, int8, writer, ranges, folder)
+        manifest = dataclasses.replace(prover.manifest(graphs), alignment=alignment, shortlist=shortlist)
         files: dict[str, bytes | Path] = {
-            **{file: Path(folder, file) for file in (ENCODER_FILE, DECODER_FILE)},
+            **{graph.file: folder / graph.file for set_ in graphs for graph in (set_.encoder, set_.decoder)},
             **{file: checkpoint.folder / file for file in checkpoint.tokenizer_files.values()},
-            GOLDEN_FILE: _golden_lines(golden),
+            **{proofs[t.precision].graphs.golden: _golden_lines(proofs[t.precision].golden) for t in options.targets},
+            **shortlist_files,
         }
-        if notice is not None:
-            files["NOTICE"] = notice
-        graphs = dataclasses.replace(graphs, parity=parity.figures())
-        bundle = save_bundle(dataclasses.replace(manifest, graphs=(graphs,)), files, out, overwrite=overwrite)
-    return ExportResult(bundle, parity, len(golden), len(texts) - len(encoded))
+        if alignment is not None:
+            files[alignment.graph.file] = folder / alignment.graph.file
+        if options.notice is not None:
+            files["NOTICE"] = options.notice
+        bundle = save_bundle(manifest, files, out, overwrite=overwrite)
+    return ExportResult(bundle, proofs, prover.num_skipped)
 
 
-def _trace_into(folder: Path, module: EncoderGraph | DecoderGraph, file: str) -> Graph:
-    traced = trace(module, file)
-    (folder / file).write_bytes(traced.content)
-    return traced.declaration
+class _Prover:
+    """Compares graph sets with PyTorch, whose own answers it finds once."""
 
+    def __init__(self, checkpoint: LoadedCheckpoint, options: ExportOptions) -> None:
+        self._checkpoint, self._options = checkpoint, options
+        self._codec = Codec(checkpoint)
+        self._encoded = self._accepted(options.sources)
+        self.num_skipped = 0 if options.sources is None else len(options.sources) - len(self._encoded)
+        greedy = self._answers(self._encoded)
+        places = beam_places(len(greedy))
+        found = self._answers([self._encoded[i] for i in places], BEAM_SIZE)
+        self._references = References(greedy, dict(zip(places, found, strict=True)))
+        self._test = self._accepted(options.test.sources) if options.test is not None else []
+        self._test_figures: dict[str, float] | None = None
 
-def _encode(checkpoint: LoadedCheckpoint, tokenizer: SourceTokenizer, text: str) -> tuple[int, ...] | None:
-    """A text as the service will encode it; None where it would refuse it.
+    def manifest(self, graphs: tuple[GraphSet, ...]) -> Manifest:
+        options = self._options
+        return describe(
+            self._checkpoint, self._codec.vocabularies, graphs, options.name, options.version, options.quality
+        )
 
-    Raises ExportError unless training encodes it just so.
-    """
-    try:
-        source = tokenizer.encode(text)
-    except InvalidRequestError:
-        return None
-    if list(source) != encode_source(checkpoint.source_tokenizer, text):
-        raise ExportError(f"the service encodes {text!r} as {list(source)}, training does not: the tokenizers differ")
-    return source if text.strip() and len(source) <= checkpoint.max_source_tokens else None
+    def align(self, folder: Path) -> Alignment:
+        """The alignment graph, chosen on PyTorch's answers and compared with PyTorch. Raises ExportError."""
+        return write_alignment(
+            self._checkpoint.model,
+            [
+                Example(source, tuple(answer.tokens))
+                for (_, source), answer in zip(self._encoded, self._references.greedy, strict=True)
+            ],
+            self._checkpoint.special,
+            self._codec.vocabularies["source"],
+            self._codec.vocabularies["target"],
+            folder,
+        )
 
+    def ranges(self) -> dict[str, Range] | None:
+        """Those of the activations; None where scales are found row by row."""
+        options, checkpoint = self._options, self._checkpoint
+        if options.row_scales or (options.sources is None and options.calibration is None):
+            return None
+        encoded, answers = self._encoded, self._references.greedy
+        if options.calibration is not None:
+            encoded = self._accepted(options.calibration)
+            answers = self._answers(encoded)
+        return calibrate(checkpoint.model, [source for _, source in encoded], answers, checkpoint.special)
 
-def _decode(checkpoint: LoadedCheckpoint, tokenizer: TargetTokenizer, answers: Sequence[tuple[int, ...]]) -> list[str]:
-    """The texts of some answers. Raises ExportError unless the service makes the same of them as training."""
-    texts = []
-    for tokens in answers:
-        served, trained = tokenizer.decode(tokens), checkpoint.target_tokenizer.decode(tokens)
-        if served != trained:
-            raise ExportError(f"the service decodes {list(tokens)} to {served!r}, training to {trained!r}")
-        texts.append(served)
-    return texts
+    def check_range(self) -> None:
+        """Raises ExportError where float16 has no room for what the model computes."""
+        sources = [source for _, source in self._encoded]
+        check_range(self._checkpoint.model, sources, self._references.greedy, self._checkpoint.special)
 
+    def prove(self, target: Target, graphs: GraphSet, folder: Path) -> Proof:
+        """Open the graphs as a server would and compare. Raises ExportError beyond the target's tolerance."""
+        manifest = self.manifest((graphs,))
+        runner, rules = self._runner(manifest, graphs, folder), token_rules(manifest)
+        texts, sources = [text for text, _ in self._encoded], [source for _, source in self._encoded]
+        limits = manifest.limits
+        parity, answers = verify(
+            self._checkpoint.model,
+            runner,
+            rules,
+            sources,
+            self._references,
+            limits.max_source_tokens,
+            limits.max_new_tokens,
+            target.tolerance,
+        )
+        decoded = self._codec.decode([answer.tokens for answer in answers])
+        golden = golden_set(runner, rules, texts, sources, answers, decoded, target.golden_gap)
+        quality: dict[str, float | str] = {"status": "unmeasured"}
+        if self._test:
+            tests = generate(runner, rules, [source for _, source in self._test], limits.max_new_tokens)
+            quality = self._measured(target, [answer.tokens for answer in tests])
+        return Proof(dataclasses.replace(graphs, parity=parity.figures(), quality=quality), golden, parity)
 
-def check_pieces(checkpoint: LoadedCheckpoint, tokenizer: TargetTokenizer) -> None:
-    """Raises ExportError unless the service decodes every token that may be produced as training does.
+    def shorten(
+        self,
+        options: ShortlistOptions,
+        int8: GraphSet,
+        writer: GraphWriter,
+        ranges: Mapping[str, Range] | None,
+        folder: Path,
+    ) -> tuple[Shortlist, dict[str, bytes | Path]]:
+        """The shortlist, compared with the graphs that it is for, and its files.
 
-    Each is decoded as a whole answer, and behind another token: at the start of an answer, blanks go away. The model's
-    own answers to a few sources hold but a part of the vocabulary.
-    """
-    left_out = {checkpoint.special.eos, *checkpoint.special.never_produced}
-    ids = [index for index in range(len(checkpoint.target_tokenizer)) if index not in left_out]
-    alone = _decode(checkpoint, tokenizer, [(index,) for index in ids])
-    _, first = max(zip(map(len, alone), ids, strict=True))  # the longest text: it surely starts the answer
-    _decode(checkpoint, tokenizer, [(first, index) for index in ids])
+        Raises ExportError where a logit is not theirs, bit for bit, or the shortlist costs more than it may.
+        """
+        candidates = find_candidates(
+            options, self._checkpoint, self._codec.vocabularies["source"], self._codec.vocabularies["target"]
+        )
+        graph, projection = writer.write_shortlist(ranges)
+        texts, sources = [text for text, _ in self._encoded], [source for _, source in self._encoded]
+        shortlist = Shortlist(
+            provider=int8.provider,
+            precision=int8.precision,
+            table=INT8.file("shortlist", "npz"),
+            decoder=graph,
+            golden=INT8.file("golden.shortlist", "jsonl"),
+            num_per_token=int(np.diff(candidates.offsets).max()),
+            num_always=len(candidates.always),
+            mean_candidates=float(np.mean([len(candidates.of(source)) for source in sources])),
+            quality={"status": "unmeasured"},
+        )
+        table = to_bytes(candidates, projection)
+        (folder / shortlist.table).write_bytes(table)
+        manifest = self.manifest((int8,))
+        rules, most = token_rules(manifest), manifest.limits.max_new_tokens
+        runner = self._runner(manifest, int8, folder, shortlist)
+        chosen = range(0, len(sources), -(-len(sources) // PARITY_ROWS))
+        check_shortlist(
+            self._runner(manifest, int8, folder),
+            runner,
+            candidates,
+            [sources[i] for i in chosen],
+            [tuple(self._references.greedy[i].tokens) for i in chosen],
+            rules.decoder_start,
+        )
+        answers = generate(runner, rules, sources, most)
+        decoded = self._codec.decode([answer.tokens for answer in answers])
+        golden = golden_set(runner, rules, texts, sources, answers, decoded, INT8.golden_gap)
+        if self._test:
+            tests = generate(runner, rules, [source for _, source in self._test], most)
+            found = self._figures([answer.tokens for answer in tests])
+            without = {name: float(int8.quality[name]) for name in found}
+            quality = {"num_lines": int8.quality["num_lines"], **compare_shortlist(found, without)}
+            shortlist = dataclasses.replace(shortlist, quality=quality)
+        return shortlist, {
+            shortlist.table: table,
+            shortlist.golden: _golden_lines(golden),
+            graph.file: folder / graph.file,
+        }
 
+    def _runner(
+        self, manifest: Manifest, graphs: GraphSet, folder: Path, shortlist: Shortlist | None = None
+    ) -> OrtRunner:
+        """As a server would open it."""
+        model = OrtModel(
+            manifest.model, graphs, lambda file: (folder / file).read_bytes(), torch.get_num_threads(), shortlist
+        )
+        return OrtRunner(model, VERIFY_SLOTS, VERIFY_KV_CACHE_BYTES)
 
-def check_special_ids(special: TrainingSpecialIds, vocabulary: Vocabulary) -> None:
-    """Raises ExportError unless each id is that of the token that it is named after: training knows no others.
+    def _measured(self, target: Target, answers: Sequence[Sequence[int]]) -> dict[str, float | str]:
+        """The test set's figures, of these answers and of PyTorch's."""
+        if self._test_figures is None:
+            self._test_figures = self._figures([answer.tokens for answer in self._answers(self._test)])
+        found = self._figures(answers)
+        return {"num_lines": float(len(self._test)), **compare(found, self._test_figures, target.precision)}
 
-    A comparison with PyTorch cannot tell, because both sides would start and end by the same wrong id.
-    """
-    names = {"pad": "<pad>", "bos": "<s>", "eos": "</s>", "unk": "<unk>", "decoder_start": "<s>"}
-    for name, token in names.items():
-        index, right = getattr(special, name), vocabulary.tokens.index(token)
-        if index != right:
+    def _figures(self, answers: Sequence[Sequence[int]]) -> dict[str, float]:
+        """The test set's, of these answers."""
+        assert self._options.test is not None
+        is_text = self._checkpoint.target_tokenizer.kind == "sentencepiece"
+        accepted = {text for text, _ in self._test}
+        test = self._options.test
+        targets = [t for s, t in zip(test.sources, test.targets, strict=True) if s in accepted]
+        return figures(self._codec.decode(answers), targets, is_text=is_text)
+
+    def _accepted(self, texts: Sequence[str] | None) -> Encoded:
+        encoded = self._codec.generated(NUM_GENERATED) if texts is None else self._codec.encode_all(texts)
+        if not encoded:
             raise ExportError(
-                f"special_ids.{name} of the checkpoint is {index}; models are trained with {right}, the id of {token}"
+                f"the model accepts none of the {len(texts or ())} sources: give dev sources to compare on"
             )
+        return encoded
 
-
-def weights_sha256(model: Transformer) -> str:
-    """One hash of all parameters with their names and shapes: the same wherever the checkpoint lies."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
-        digest.update(parameter.detach().contiguous().numpy().data)
-    return digest.hexdigest()
-
-
-def _manifest(
-    checkpoint: LoadedCheckpoint,
-    vocabularies: Mapping[str, Vocabulary],
-    graphs: GraphSet,
-    name: str,
-    version: str,
-    quality: Mapping[str, float | str] | None,
-) -> Manifest:
-    config, special = checkpoint.model.config, checkpoint.special
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        name=name,
-        version=version,
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        model=ModelShape(
-            d_model=config.d_model,
-            num_heads=config.num_heads,
-            head_dim=config.head_dim,
-            encoder_layers=config.encoder_layers,
-            decoder_layers=config.decoder_layers,
-            source_vocab_size=config.source_vocab_size,
-            target_vocab_size=config.target_vocab_size,
-        ),
-        special_ids=SpecialIds(special.eos, special.decoder_start, special.never_produced),
-        limits=Limits(checkpoint.max_source_tokens, checkpoint.max_target_tokens),
-        unknown_policy=vocabularies["source"].unknown_policy,
-        tokenizers=Tokenizers(
-            source=_tokenizer_entry(checkpoint, "source", checkpoint.source_tokenizer, ()),
-            target=_tokenizer_entry(checkpoint, "target", checkpoint.target_tokenizer, (special.decoder_start,)),
-        ),
-        graphs=(graphs,),
-        quality=dict(quality) if quality else {"status": "unmeasured"},
-        provenance={
-            "weights_sha256": weights_sha256(checkpoint.model),
-            "training": json.dumps(checkpoint.record["training"], sort_keys=True),
-            "data": json.dumps(checkpoint.record["data"], sort_keys=True),
-            "dragoman": dragoman.__version__,
-            "torch": torch.__version__,
-            "onnx": onnx.__version__,
-            "onnxruntime": importlib.metadata.version("onnxruntime"),
-            "num_parameters": sum(p.numel() for p in checkpoint.model.parameters()),
-        },
-    )
-
-
-def _tokenizer_entry(
-    checkpoint: LoadedCheckpoint, side: str, tokenizer: Tokenizer, start: tuple[int, ...]
-) -> TokenizerEntry:
-    return TokenizerEntry(
-        kind=tokenizer.kind,
-        file=checkpoint.tokenizer_files[side],
-        size=len(tokenizer),
-        start=start,
-        end=(checkpoint.special.eos,),
-        normalization=tokenizer.normalization,
-    )
+    def _answers(self, encoded: Encoded, beam_size: int = 1) -> Sequence[Hypothesis]:
+        """PyTorch's: greedy, or the best of a beam."""
+        checkpoint, sources = self._checkpoint, [source for _, source in encoded]
+        model, special, most = checkpoint.model.eval(), checkpoint.special, checkpoint.max_target_tokens
+        if beam_size == 1:
+            return greedy_all(model, sources, most, special)
+        options = BeamOptions(beam_size=beam_size, max_new_tokens=most)
+        return [found[0] for found in beam_search_all(model, sources, options, special)]
 
 
 def _golden_lines(cases: Sequence[GoldenCase]) -> bytes:

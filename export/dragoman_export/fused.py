@@ -1,7 +1,7 @@
 """Attention as single ONNX nodes: the ``AttentionOps`` that the model uses while it is being exported.
 
 Each method emits one ``com.microsoft`` node, so nothing has to be recognised and fused afterwards. Operators:
-MultiHeadAttention and GroupQueryAttention of ONNX Runtime's contrib domain
+GroupQueryAttention and MultiHeadAttention of ONNX Runtime's contrib domain
 (https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md).
 
 What the nodes assume, and the runner keeps: padding on the right (a mask is a length, so that left padding and holes
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 DOMAIN = "com.microsoft"
-MASKED = -1e9  # what a padded key's score becomes; far below any real one, finite so that no row can become NaN
 
 
 class FusedAttention:
@@ -30,18 +29,35 @@ class FusedAttention:
 
     def encoder(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, lengths: Tensor) -> Tensor:
         (out,) = _node(
-            "MultiHeadAttention",
-            [q, k, v, None, lengths],
-            {"num_heads": num_heads, "mask_filter_value": MASKED},
+            "GroupQueryAttention",
+            [q, k, v, None, None, (lengths - 1).clamp(min=0), torch.ones(1, dtype=torch.int32) * q.shape[1]],
+            {"num_heads": num_heads, "kv_num_heads": num_heads, "causal": 0},
             [q],
         )
         return out  # (B, S, D)
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
-        raise NotImplementedError("the exported decoder takes one token a step; it has no teacher forcing")
+        size = q.shape[1]  # of every row: what pads one on the right is seen by no position before it
+        (out,) = _node(
+            "GroupQueryAttention",
+            [
+                q,
+                k,
+                v,
+                None,
+                None,
+                torch.ones(q.shape[0], dtype=torch.int32) * (size - 1),
+                torch.ones(1, dtype=torch.int32) * size,
+            ],
+            {"num_heads": num_heads, "kv_num_heads": num_heads},
+            [q],
+        )
+        return out  # (B, T, D)
 
     def cross(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, lengths: Tensor) -> Tensor:
-        raise NotImplementedError("the exported decoder takes one token a step; it has no teacher forcing")
+        # GroupQueryAttention takes more than one new token with a cache only of a lone row.
+        (out,) = _node("MultiHeadAttention", [q, k, v, None, lengths], {"num_heads": num_heads}, [q])
+        return out  # (B, T, D)
 
     def step_causal(
         self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, past_k: Tensor, past_v: Tensor, cached: Tensor
@@ -66,6 +82,24 @@ class FusedAttention:
             [q],
         )
         return out  # (R, 1, D)
+
+
+class CudaAttention(FusedAttention):
+    """The same for the CUDA provider, where the encoder's attention is MultiHeadAttention.
+
+    There, GroupQueryAttention without a causal mask is not safe for rows of unlike lengths: of its kernels for a first
+    prompt, those of Flash and of memory-efficient attention are told the padded length as every row's, and a shorter
+    row would attend to its padding. The lengths are a key mask here. What a masked score becomes is the operator's own
+    default, -10,000: float16 holds it.
+    """
+
+    def encoder(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, lengths: Tensor) -> Tensor:
+        (out,) = _node("MultiHeadAttention", [q, k, v, None, lengths], {"num_heads": num_heads}, [q])
+        return out  # (B, S, D)
+
+
+ATTENTION: Mapping[str, type[FusedAttention]] = {"cpu": FusedAttention, "cuda": CudaAttention}
+"""By execution provider."""
 
 
 def _node(

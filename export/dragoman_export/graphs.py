@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dragoman_export.counts import decoder_nodes, encoder_nodes
-from dragoman_export.fused import FusedAttention
+from dragoman_export.counts import Products, decoder_nodes, encoder_nodes
+from dragoman_export.fused import ATTENTION
 from dragoman_training.model import KeyValue, Transformer
 
 
@@ -26,14 +26,18 @@ class Signature:
 
 
 class EncoderGraph(nn.Module):
-    """source (B, S) int64, source_lengths (B,) int32 -> cross_key_i, cross_value_i (B, H, S, Dh), layer by layer."""
+    """source (B, S) int64, source_lengths (B,) int32 -> cross_key_i, cross_value_i (B, H, S, Dh), layer by layer.
 
-    def __init__(self, model: Transformer) -> None:
+    Keys and values are of the model's own type.
+    """
+
+    def __init__(self, model: Transformer, provider: str = "cpu") -> None:
         super().__init__()
         self.model = model
+        self.provider = provider
 
     def forward(self, source: Tensor, source_lengths: Tensor) -> list[Tensor]:
-        self.model.use_attention(FusedAttention())
+        self.model.use_attention(ATTENTION[self.provider]())
         memory = self.model.encode(source, source_lengths)  # (B, S, D)
         # (B, H, S, Dh) as its own memory, not as a view of (B, S, H, Dh)
         return [tensor.contiguous() for pair in self.model.keys_values(memory) for tensor in pair]
@@ -56,18 +60,21 @@ class EncoderGraph(nn.Module):
         """A value for each input name, as ``forward`` takes them."""
         return list(values.values())
 
-    def required_nodes(self) -> dict[str, int]:
+    def required_nodes(self, products: Products) -> dict[str, int]:
         """How many of each node the model's shape requires."""
-        config = self.model.config
-        return encoder_nodes(config.encoder_layers, config.decoder_layers, final_norm=config.norm_first)
+        return encoder_nodes(self.model.config, products, self.provider)
 
 
 class DecoderGraph(nn.Module):
-    """One token a row. Inputs and outputs as in ``signature``; past and present of a layer are bound to one buffer."""
+    """One token a row. Inputs and outputs as in ``signature``; past and present of a layer are bound to one buffer.
 
-    def __init__(self, model: Transformer) -> None:
+    Keys and values are of the model's own type, logits always float32.
+    """
+
+    def __init__(self, model: Transformer, provider: str = "cpu") -> None:
         super().__init__()
         self.model = model
+        self.provider = provider
 
     def forward(
         self,
@@ -79,15 +86,16 @@ class DecoderGraph(nn.Module):
         past: list[Tensor],
         cross: list[Tensor],
     ) -> list[Tensor]:
-        self.model.use_attention(FusedAttention(target_capacity, source_capacity))
+        self.model.use_attention(ATTENTION[self.provider](target_capacity, source_capacity))
         logits, present = self.model.step(tokens, cached, _pairs(past), _pairs(cross), source_lengths)
-        return [logits, *(tensor for pair in present for tensor in pair)]
+        return [logits.float(), *(tensor for pair in present for tensor in pair)]
 
     def signature(self) -> Signature:
         config = self.model.config
         rows, target_capacity, source_capacity = 3, 7, 11
         heads, head_dim, layers = config.num_heads, config.head_dim, config.decoder_layers
         past, cross = _names("past", layers), _names("cross", layers)
+        dtype = self.model.projection.weight.dtype
         return Signature(
             examples={
                 "tokens": torch.zeros(rows, dtype=torch.int64),
@@ -95,8 +103,8 @@ class DecoderGraph(nn.Module):
                 "source_lengths": torch.ones(rows, dtype=torch.int32),
                 "target_capacity": torch.tensor([target_capacity], dtype=torch.int32),
                 "source_capacity": torch.tensor([source_capacity], dtype=torch.int32),
-                **{name: torch.zeros(rows, heads, target_capacity, head_dim) for name in past},
-                **{name: torch.zeros(rows, heads, source_capacity, head_dim) for name in cross},
+                **{name: torch.zeros(rows, heads, target_capacity, head_dim, dtype=dtype) for name in past},
+                **{name: torch.zeros(rows, heads, source_capacity, head_dim, dtype=dtype) for name in cross},
             },
             inputs={
                 **dict.fromkeys(("tokens", "cached", "source_lengths"), ("R",)),
@@ -115,10 +123,9 @@ class DecoderGraph(nn.Module):
         flat, tensors = list(values.values()), 2 * self.model.config.decoder_layers
         return [*flat[: -2 * tensors], flat[-2 * tensors : -tensors], flat[-tensors:]]
 
-    def required_nodes(self) -> dict[str, int]:
+    def required_nodes(self, products: Products) -> dict[str, int]:
         """How many of each node the model's shape requires."""
-        config = self.model.config
-        return decoder_nodes(config.decoder_layers, final_norm=config.norm_first)
+        return decoder_nodes(self.model.config, products, self.provider)
 
 
 def _names(kind: str, layers: int) -> list[str]:

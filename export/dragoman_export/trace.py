@@ -6,6 +6,7 @@ operators expand into many nodes without a word.
 
 from __future__ import annotations
 
+import ast
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
@@ -17,9 +18,11 @@ import torch
 
 from dragoman.bundle import Graph, TensorSpec
 from dragoman.engine.runner import optimized_graph
+from dragoman_export.alignment_graph import AlignmentGraph
 from dragoman_export.counts import check_caches, check_nodes, count_nodes
 from dragoman_export.errors import ExportError
 from dragoman_export.graphs import DecoderGraph, EncoderGraph, Signature
+from dragoman_export.quantize import normalize
 from dragoman_training.attention import TorchAttention
 
 OPSET = 23
@@ -34,33 +37,37 @@ class TracedGraph:
     declaration: Graph
 
 
-def trace(module: EncoderGraph | DecoderGraph, file: str) -> TracedGraph:
-    """Raises ExportError when the graph's shape or its nodes, before or after ONNX Runtime's own optimisation, are not
-    what the model requires."""
+def trace(module: EncoderGraph | DecoderGraph | AlignmentGraph, file: str) -> onnx.ModelProto:
+    """The graph, in the model's own type, normalised.
+
+    Raises ExportError naming ``file`` when its inputs or outputs are not those declared.
+    """
     signature = module.signature()
     try:
         model = _export(module.eval(), signature)
     finally:
         module.model.use_attention(TorchAttention())  # tracing put the fused one in its place
+    _name_products(model)
     _strip(model)
+    normalize(model)
     for kind, values, declared in (
         ("input", model.graph.input, signature.inputs),
         ("output", model.graph.output, signature.outputs),
     ):
         _declare(file, kind, values, declared)
-    if (size := model.ByteSize()) > MAX_FILE_BYTES:
-        raise ExportError(
-            f"{file} would have {size} bytes; an ONNX file holds at most {MAX_FILE_BYTES}, weights included: this "
-            "version exports no larger model"
-        )
-    return checked(file, model, module.required_nodes())
+    return model
 
 
 def checked(file: str, model: onnx.ModelProto, required: dict[str, int]) -> TracedGraph:
     """The graph as a file, its nodes counted and checked as they are and as ONNX Runtime optimises them.
 
-    Raises ExportError naming the node, the graph, and both counts.
+    Raises ExportError naming the node, the graph, and both counts; or the size of a graph that is too large.
     """
+    if (size := model.ByteSize()) > MAX_FILE_BYTES:
+        raise ExportError(
+            f"{file} would have {size} bytes; an ONNX file holds at most {MAX_FILE_BYTES}, weights included: this "
+            "version exports no larger model"
+        )
     exported = _checked_nodes(file, "as exported", model, required)
     content = model.SerializeToString(deterministic=True)
     onnx.checker.check_model(content)
@@ -77,7 +84,7 @@ def _checked_nodes(file: str, stage: str, model: onnx.ModelProto, required: dict
     return nodes
 
 
-def _export(module: EncoderGraph | DecoderGraph, signature: Signature) -> onnx.ModelProto:
+def _export(module: EncoderGraph | DecoderGraph | AlignmentGraph, signature: Signature) -> onnx.ModelProto:
     names = {axis for shape in signature.inputs.values() for axis in shape if isinstance(axis, str)}
     dimensions = {name: torch.export.Dim(name) for name in sorted(names)}
     dynamic = {
@@ -114,6 +121,15 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
+def _name_products(model: onnx.ModelProto) -> None:
+    """Give each matrix product the name of the module that it belongs to: ``decoder.0.feed_forward.inner``."""
+    for node in model.graph.node:
+        if node.op_type in ("MatMul", "Gemm"):
+            properties = {entry.key: entry.value for entry in node.metadata_props}
+            *_, module, _ = ast.literal_eval(properties["pkg.torch.onnx.name_scopes"])  # outermost first, then the call
+            node.name = module.removeprefix("model.")
+
+
 def _strip(model: onnx.ModelProto) -> None:
     """Drop what tells of the exporting machine (stack traces with paths), so that equal weights give equal bytes."""
     graph = model.graph
@@ -144,7 +160,13 @@ def _declare(
 
 
 def _specs(values: Iterable[onnx.ValueInfoProto]) -> tuple[TensorSpec, ...]:
-    names = {int(onnx.TensorProto.FLOAT): "float", onnx.TensorProto.INT32: "int32", onnx.TensorProto.INT64: "int64"}
+    names = {
+        int(onnx.TensorProto.FLOAT): "float",
+        onnx.TensorProto.FLOAT16: "float16",
+        onnx.TensorProto.UINT8: "uint8",
+        onnx.TensorProto.INT32: "int32",
+        onnx.TensorProto.INT64: "int64",
+    }
     return tuple(
         TensorSpec(
             value.name,

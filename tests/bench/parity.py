@@ -14,7 +14,7 @@ from pathlib import Path
 import sentencepiece
 
 from dragoman.client import AsyncClient
-from dragoman_export.verify import TIE_GAP, reference_logits
+from dragoman_export.verify import TIE_GAP, reference_activations
 from dragoman_training.checkpoint import LoadedCheckpoint, load_model
 from dragoman_training.corpus import read_lines
 from dragoman_training.data import encode_source
@@ -48,7 +48,8 @@ def gap(checkpoint: LoadedCheckpoint, text: str, actual: list[int], expected: li
     a, b = [*actual, eos], [*expected, eos]
     step = next(i for i in range(len(a)) if a[i] != b[i])
     source = tuple(encode_source(checkpoint.source_tokenizer, text))
-    logits = reference_logits(checkpoint.model, source, tuple(b[:step]), checkpoint.special.decoder_start)[step]
+    start = checkpoint.special.decoder_start
+    logits = reference_activations(checkpoint.model, source, tuple(b[:step]), start).logits[step]
     return step, abs(float(logits[a[step]] - logits[b[step]]))
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from dragoman.bundle import GraphSet, ModelBundle, save_bundle
+from dragoman.bundle import GraphSet, ModelBundle, count_of, save_bundle
 from dragoman.config import EngineConfig
 from dragoman.engine.replica import generate_all
 from dragoman.engine.runner import OrtModel, OrtRunner
@@ -22,11 +22,23 @@ from dragoman.errors import BundleError
 from dragoman.pipeline import TextLimits
 from dragoman.served_model import ServedModel, load_tokenizers, token_rules
 from dragoman.types import GenerationRequest
+from dragoman_export.counts import FLOAT_PRODUCTS, Products
 from dragoman_export.errors import ExportError
 from dragoman_export.graphs import DecoderGraph, EncoderGraph
-from dragoman_export.trace import trace
-from dragoman_export.verify import compare_greedy, compare_logits, reference_logits, step_logits, verify
+from dragoman_export.targets import FP32
+from dragoman_export.trace import checked, trace
+from dragoman_export.verify import (
+    References,
+    compare_activations,
+    count_beam_ties,
+    find_ties,
+    generate,
+    reference_activations,
+    run_targets,
+    verify,
+)
 from dragoman_training.attention import TorchAttention
+from dragoman_training.beam import BeamOptions, beam_search_all
 from dragoman_training.checkpoint import load_model
 from dragoman_training.data import encode_pairs, make_batch
 from dragoman_training.decode import greedy
@@ -70,15 +82,30 @@ def resaved(bundle, path, manifest=None, **files):
     return save_bundle(manifest or bundle.manifest, {**content, **files}, path)
 
 
+def traced(module, file):
+    """A module's graph, checked."""
+    return checked(file, trace(module, file), module.required_nodes(Products(FLOAT_PRODUCTS)))
+
+
+def run_logits(runner, sources, targets, start):
+    return [activations.logits for activations in run_targets(runner, sources, targets, start)]
+
+
+def max_logit_difference(checkpoint, runner, rules, sources, targets):
+    return compare_activations(
+        checkpoint.model, runner, sources, targets, rules.decoder_start, FP32.tolerance
+    ).max_logit
+
+
 def test_the_manifest_tells_what_was_checked(bundle, checkpoint):
     """Counts, parity, limits, special ids and provenance stand in the manifest; no path of the machine does."""
-    (graphs,) = bundle.manifest.graphs
+    graphs = bundle.manifest.graphs[0]
     for graph, fused in (
-        (graphs.encoder, {"MultiHeadAttention": 1, "LayerNormalization": 3, "MatMul": 8}),
-        (graphs.decoder, {"GroupQueryAttention(self)": 1, "GroupQueryAttention(cross)": 1, "MatMul": 9}),
+        (graphs.encoder, {"GroupQueryAttention(encoder)": 1, "LayerNormalization": 3, FLOAT_PRODUCTS: 8}),
+        (graphs.decoder, {"GroupQueryAttention(self)": 1, "GroupQueryAttention(cross)": 1, FLOAT_PRODUCTS: 9}),
     ):
         for nodes in (graph.exported_nodes, graph.optimized_nodes):
-            assert {kind: nodes[kind] for kind in fused} == fused
+            assert {kind: count_of(kind, nodes) for kind in fused} == fused
             assert "Softmax" not in nodes
         assert graph.required_nodes["Softmax"] == 0
     assert graphs.parity["max_logit_difference"] < 1e-3 and graphs.parity["num_greedy_sources"] == 300
@@ -105,7 +132,7 @@ def test_logits_equal_pytorch_on_ragged_rows(runner, checkpoint, rules):
     """Lengths 1, 2, max - 1 and max side by side, targets of unlike lengths: every step within 1e-4."""
     sources = [(2,), (5, 2), *random_sources(20), (*[4] * 30, 2), (*[7] * 31, 2)]
     targets = [s[:-1] for s in random_sources(len(sources), longest=30, seed=1)]
-    assert compare_logits(checkpoint.model, runner, sources, targets, rules.decoder_start) < 1e-4
+    assert max_logit_difference(checkpoint, runner, rules, sources, targets) < 1e-4
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7])
@@ -113,17 +140,17 @@ def test_logits_equal_pytorch_on_ragged_rows(runner, checkpoint, rules):
 def test_every_batch_and_length_runs(runner, checkpoint, rules, batch, length):
     """No axis was frozen by the export: a grid of rows and source lengths gives PyTorch's logits."""
     sources = [(*[4 + row] * (length - 1), 2) for row in range(batch)]
-    assert compare_logits(checkpoint.model, runner, sources, [(5, 6)] * batch, rules.decoder_start) < 1e-4
+    assert max_logit_difference(checkpoint, runner, rules, sources, [(5, 6)] * batch) < 1e-4
 
 
 def test_a_rows_logits_do_not_depend_on_its_neighbours(bundle, rules):
     """One source alone, beside a short one, beside the longest: the same logits, and no NaN from any padding."""
     source, target = (6, 9, 4, 2), (5, 6, 7)
     runner = runner_of(bundle)
-    (alone,) = step_logits(runner, [source], [target], rules.decoder_start)
+    (alone,) = run_logits(runner, [source], [target], rules.decoder_start)
     assert np.isfinite(alone).all()
     for others in ([(2,)], [(*[8] * 31, 2)], random_sources(15)):
-        beside = step_logits(
+        beside = run_logits(
             runner_of(bundle), [*others, source], [(4,) * 9] * len(others) + [target], rules.decoder_start
         )
         np.testing.assert_allclose(beside[-1], alone, atol=1e-5)
@@ -165,18 +192,18 @@ def test_fused_attention_equals_unfused_for_every_mask_that_can_be_made(bundle, 
 def test_what_a_slot_held_before_leaves_no_trace(runner, rules):
     """A slot used by a long request and then by a short one gives what a fresh slot gives."""
     source, target = (6, 9, 2), (5, 6, 7)
-    (fresh,) = step_logits(runner, [source], [target], rules.decoder_start)
-    step_logits(runner, [(*[8] * 31, 2)], [(4,) * 31], rules.decoder_start)
+    (fresh,) = run_logits(runner, [source], [target], rules.decoder_start)
+    run_logits(runner, [(*[8] * 31, 2)], [(4,) * 31], rules.decoder_start)
     for array in (*runner.kv.cross_keys, *runner.kv.cross_values, *runner.kv.self_keys, *runner.kv.self_values):
         array[0] = np.where(array[0] == 0, 1e9, array[0])  # make what is beyond the lengths loud
-    (used,) = step_logits(runner, [source], [target], rules.decoder_start)
+    (used,) = run_logits(runner, [source], [target], rules.decoder_start)
     assert np.array_equal(fresh, used)
 
 
 def test_a_step_writes_its_own_rows_in_place(runner, rules):
     """A step over three of four rows changes one position of those, nothing of the fourth, and no address."""
     sources = random_sources(4, longest=6)
-    runner.admit(sources, range(4))
+    runner.admit(sources, [[slot] for slot in range(4)])
     runner.decode(np.array([rules.decoder_start] * 4))
     arrays = [*runner.kv.self_keys, *runner.kv.self_values]
     before = [(array.ctypes.data, array.copy()) for array in arrays]
@@ -193,7 +220,7 @@ def test_growing_the_capacity_in_flight_changes_no_answer(bundle, rules):
     runners = [runner_of(bundle), runner_of(bundle)]
     steps = []
     for runner in runners:
-        runner.admit([(6, 9, 4, 2)], [0])
+        runner.admit([(6, 9, 4, 2)], [[0]])
         for token in (rules.decoder_start, 5, 6):
             runner.decode(np.array([token]))
         if runner is runners[1]:
@@ -220,7 +247,7 @@ def test_two_traces_are_byte_equal(checkpoint, bundle):
     """The same checkpoint gives the same graphs, in this process as in the one that exported."""
     for module, graph in ((EncoderGraph, "encoder"), (DecoderGraph, "decoder")):
         file = getattr(bundle.manifest.graphs[0], graph).file
-        assert trace(module(checkpoint.model), file).content == bundle.read(file)
+        assert traced(module(checkpoint.model), file).content == bundle.read(file)
     checkpoint.model.use_attention(TorchAttention())
 
 
@@ -233,16 +260,18 @@ class UnfusedEncoder(EncoderGraph):
 
 def test_attention_left_unfused_fails_the_export(checkpoint):
     """A module that computes attention itself has the wrong node counts, and the message says so."""
-    message = r"encoder\.onnx as exported has 0 MultiHeadAttention nodes instead of 1, .*1 Attention nodes instead of 0"
+    message = r"encoder\.onnx as exported has 0 GroupQueryAttention\(encoder\) nodes instead of 1, .*1 Attention nodes"
     with pytest.raises(ExportError, match=message):
-        trace(UnfusedEncoder(checkpoint.model), "encoder.onnx")
+        traced(UnfusedEncoder(checkpoint.model), "encoder.onnx")
 
 
 def exported_elsewhere(run, dev, folder, *options):
     """The run copied to another folder, and exported there from within that folder."""
     shutil.copytree(run, folder / "run", symlinks=True)
-    shutil.copy(dev, folder / "words")
-    command = [sys.executable, "-m", "dragoman.cli.main", "export", "run", "--sources", "words", "--out", "reverse"]
+    for side in ("source", "target"):
+        shutil.copy(dev.with_suffix(f".{side}"), folder / f"words.{side}")
+    command = [sys.executable, "-m", "dragoman.cli.main", "export", "run", "--out", "reverse"]
+    command += ["--precision", "fp32,int8,w8", "--sources", "words.source", "--test", "words.source", "words.target"]
     return subprocess.run([*command, *options], cwd=folder, capture_output=True, text=True, timeout=600, check=False)
 
 
@@ -276,12 +305,14 @@ def damaged(bundle, graph, change):
 
 @pytest.mark.parametrize("graph", ["encoder", "decoder"])
 def test_a_wrong_weight_fails_the_comparison(bundle, checkpoint, rules, graph):
-    """One row of one weight off by a tenth: the export stops before anything is written."""
-    file, content = damaged(bundle, graph, lambda array: array.__setitem__(0, array[0] + 0.1))
+    """One number of one weight off by a half: the export stops before anything is written."""
+    file, content = damaged(bundle, graph, lambda array: array.__setitem__((0, 0), array[0, 0] + 0.5))
     files = {name: bundle.read(name) for name in bundle.manifest.files} | {file: content}
     runner = runner_of(bundle, content=files.__getitem__)
+    sources = random_sources(40, longest=8)
+    references = greedy(checkpoint.model, sources, 32, checkpoint.special)
     with pytest.raises(ExportError, match="logits differ"):
-        verify(checkpoint.model, runner, rules, random_sources(40, longest=8), 32, checkpoint.special)
+        verify(checkpoint.model, runner, rules, sources, References(references, {}), 32, 32, FP32.tolerance)
 
 
 def test_other_tokens_fail_the_comparison(checkpoint, runner, rules):
@@ -290,7 +321,26 @@ def test_other_tokens_fail_the_comparison(checkpoint, runner, rules):
     references = greedy(checkpoint.model, sources, 32, checkpoint.special)
     references[1] = dataclasses.replace(references[1], tokens=[references[1].tokens[0], 4])
     with pytest.raises(ExportError, match="source 1: token 1 is"):
-        compare_greedy(checkpoint.model, runner, rules, sources, references, 32)
+        find_ties(checkpoint.model, rules, sources, references, generate(runner, rules, sources, 32))
+
+
+def test_beams_are_compared_with_pytorch(bundle):
+    """Every source's best of a beam of four: equal, and the manifest says of how many."""
+    parity = bundle.manifest.graphs[0].parity
+    assert parity["num_beam_sources"] == parity["num_beam_equal"] + parity["num_beam_ties"] == 300
+
+
+def test_another_beam_fails_the_comparison(checkpoint, runner, rules):
+    """An answer that is worse than PyTorch's best is an error, and the message has both."""
+    sources = [(4, 5, 6, 2), (7, 8, 2)]
+    references = [
+        found[0] for found in beam_search_all(checkpoint.model, sources, BeamOptions(beam_size=4, max_new_tokens=32))
+    ]
+    answers = generate(runner, rules, sources, 32, 4)
+    assert count_beam_ties(references, answers) == 0
+    answers[1] = dataclasses.replace(answers[1], tokens=(4,), score=answers[1].score - 0.1)
+    with pytest.raises(ExportError, match="source 1: the best of a beam of 4 has the score"):
+        count_beam_ties(references, answers)
 
 
 @pytest.mark.parametrize("graph", ["encoder", "decoder"])
@@ -312,7 +362,7 @@ def test_a_server_refuses_a_wrong_decoder_start(bundle, tmp_path):
 
 def test_a_server_refuses_a_graph_with_another_signature(bundle, tmp_path):
     """Encoder and decoder swapped: the signature check names the file."""
-    (graphs,) = bundle.manifest.graphs
+    graphs = bundle.manifest.graphs[0]
     swapped = {graphs.encoder.file: bundle.read(graphs.decoder.file)}
     other = resaved(bundle, tmp_path / "other", **swapped)
     with pytest.raises(BundleError, match=rf"{graphs.encoder.file}: the manifest declares inputs"):
@@ -334,7 +384,7 @@ def test_the_golden_set_is_decided_at_every_step(bundle, checkpoint, rules):
     cases = list(bundle.golden(graphs))
     assert len(cases) == 32
     for case in cases:
-        logits = reference_logits(checkpoint.model, case.source, case.tokens, rules.decoder_start).copy()
+        logits = reference_activations(checkpoint.model, case.source, case.tokens, rules.decoder_start).logits.copy()
         logits[:, list(rules.never_generated)] = -np.inf
         best_two = np.sort(logits, axis=1)[:, -2:]
         assert (best_two[:, 1] - best_two[:, 0]).min() >= 0.1

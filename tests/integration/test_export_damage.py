@@ -19,14 +19,17 @@ from dragoman.pipeline import TextLimits
 from dragoman.served_model import ServedModel, token_rules
 from dragoman_export import trace as trace_module
 from dragoman_export.cli import export as command
+from dragoman_export.counts import FLOAT_PRODUCTS, Products
 from dragoman_export.errors import ExportError
-from dragoman_export.exporter import export
+from dragoman_export.exporter import ExportOptions, export
 from dragoman_export.graphs import DecoderGraph
+from dragoman_export.targets import FP32
 from dragoman_export.trace import OPSET, checked, trace
-from dragoman_export.verify import verify
+from dragoman_export.verify import References, verify
 from dragoman_training.attention import TorchAttention, length_mask, merge_heads, split_heads
 from dragoman_training.checkpoint import load_model
 from dragoman_training.config import ModelConfig
+from dragoman_training.decode import greedy
 from dragoman_training.model import Transformer
 
 LIMITS = TextLimits(65536, 256)
@@ -66,6 +69,27 @@ def run_export(*arguments):
     return command.run(parser.parse_args([str(argument) for argument in arguments]))
 
 
+def traced(module, file):
+    """A module's graph, checked."""
+    return checked(file, trace(module, file), module.required_nodes(Products(FLOAT_PRODUCTS)))
+
+
+def prove(checkpoint, bundle, content, sources):
+    """Compare fp32 graphs of other content with PyTorch."""
+    runner = OrtRunner(OrtModel(bundle.manifest.model, bundle.manifest.graphs[0], content), 8, 1 << 28)
+    references = greedy(checkpoint.model, sources, 32, checkpoint.special)
+    verify(
+        checkpoint.model,
+        runner,
+        token_rules(bundle.manifest),
+        sources,
+        References(references, {}),
+        32,
+        32,
+        FP32.tolerance,
+    )
+
+
 # A layer left unfused
 
 
@@ -101,7 +125,7 @@ def test_one_decoder_layer_left_unfused_fails_the_export():
     shape = {"d_model": 16, "num_heads": 2, "ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 2}
     model = Transformer(ModelConfig(**shape, source_vocab_size=16, target_vocab_size=16)).eval()
     with pytest.raises(ExportError) as caught:
-        trace(OneLayerUnfused(model), "tiny.onnx")
+        traced(OneLayerUnfused(model), "tiny.onnx")
     assert str(caught.value) == (
         "tiny.onnx as exported has 1 GroupQueryAttention(self) nodes instead of 2, 1 GroupQueryAttention(cross) nodes "
         "instead of 2, 19 MatMul+Gemm+FusedMatMul nodes instead of 17, 1 Softmax nodes instead of 0, 1 Attention nodes "
@@ -137,7 +161,7 @@ def test_a_node_that_onnx_runtime_makes_fails_the_export(monkeypatch):
         checked("norm.onnx", model, required)
 
 
-@pytest.mark.parametrize(("part", "kind"), [("encoder", "LayerNormalization"), ("decoder", "MatMul")])
+@pytest.mark.parametrize(("part", "kind"), [("encoder", "LayerNormalization"), ("decoder", "MatMulIntegerToFloat")])
 def test_a_node_too_many_fails_the_export(embedded, part, kind):
     """Whatever a layer's norms and projections are not, is named with both counts."""
     declaration, model = graph_of(embedded, part)
@@ -193,7 +217,7 @@ def test_a_swapped_cache_binding_fails_the_export(embedded, change, message):
     """Signature and counts are as before: the message names graph, node, layer, and both bindings."""
     declaration, model = graph_of(embedded, "decoder")
     change(model)
-    with pytest.raises(ExportError, match=rf"decoder\.cpu\.fp32\.onnx as exported: GroupQueryAttention{message}"):
+    with pytest.raises(ExportError, match=rf"decoder\.cpu\.int8\.onnx as exported: GroupQueryAttention{message}"):
         checked(declaration.file, model, declaration.required_nodes)
 
 
@@ -210,10 +234,8 @@ def test_swapped_outputs_fail_the_comparison(bundle, checkpoint):
     """What no count and no name shows, the logits do."""
     file, content = swapped_outputs(bundle)
     files = {name: bundle.read(name) for name in bundle.manifest.files} | {file: content}
-    runner = OrtRunner(OrtModel(bundle.manifest.model, bundle.manifest.graphs[0], files.__getitem__), 8, 1 << 28)
-    sources = [(4, 5, 6, 2), (7, 8, 2)]
     with pytest.raises(ExportError, match="logits differ from PyTorch's"):
-        verify(checkpoint.model, runner, token_rules(bundle.manifest), sources, 32, checkpoint.special)
+        prove(checkpoint, bundle, files.__getitem__, [(4, 5, 6, 2), (7, 8, 2)])
 
 
 def test_swapped_outputs_are_refused_at_the_load(bundle, tmp_path):
@@ -240,7 +262,7 @@ def test_a_wrong_special_id_fails_the_export(checkpoint, tmp_path, name, value, 
     """Both decoders would agree on it, so that no comparison could tell."""
     wrong = dataclasses.replace(checkpoint, special=dataclasses.replace(checkpoint.special, **{name: value}))
     with pytest.raises(ExportError, match=message):
-        export(wrong, ["abc"], tmp_path / "bundle", name="wrong", version="1")
+        export(wrong, ExportOptions("wrong", "1", sources=("abc",)), tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -321,14 +343,13 @@ def test_a_flipped_byte_of_a_graph_in_memory_fails_the_export(bundle, checkpoint
     raw[len(raw) // 2 // 4 * 4 + 3] ^= 0x40  # little-endian: the last byte has sign and exponent
     weight.raw_data = bytes(raw)
     files = {name: bundle.read(name) for name in bundle.manifest.files} | {declaration.file: model.SerializeToString()}
-    runner = OrtRunner(OrtModel(bundle.manifest.model, bundle.manifest.graphs[0], files.__getitem__), 8, 1 << 28)
     sources = [(*range(4, 4 + length), 2) for length in range(1, 9)]
     with pytest.raises(ExportError, match="logits differ from PyTorch's"):
-        verify(checkpoint.model, runner, token_rules(bundle.manifest), sources, 32, checkpoint.special)
+        prove(checkpoint, bundle, files.__getitem__, sources)
 
 
 def test_a_graph_beyond_what_a_file_may_hold_fails_the_export(checkpoint, monkeypatch):
     """Its size and the limit are named, before anything else tries to write it."""
     monkeypatch.setattr(trace_module, "MAX_FILE_BYTES", 1000)
     with pytest.raises(ExportError, match=r"decoder\.onnx would have \d+ bytes; an ONNX file holds at most 1000"):
-        trace(DecoderGraph(checkpoint.model), "decoder.onnx")
+        traced(DecoderGraph(checkpoint.model), "decoder.onnx")

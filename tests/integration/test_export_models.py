@@ -20,6 +20,7 @@ from dragoman.served_model import ServedModel
 from dragoman.types import DecodingOptions
 from dragoman_export.cli import export
 from dragoman_export.errors import ExportError
+from dragoman_export.exporter import ExportOptions
 from dragoman_export.exporter import export as export_checkpoint
 from dragoman_training.checkpoint import LoadedCheckpoint
 from dragoman_training.config import ModelConfig, padded_vocab_size
@@ -196,7 +197,7 @@ async def test_every_kind_of_model_is_exported_and_served_as_it_was_trained(name
 
     bundle = ModelBundle.load(tmp_path / "bundle")
     manifest, target = bundle.manifest, checkpoint.target_tokenizer
-    (graphs,) = manifest.graphs
+    graphs = manifest.graphs[0]
     assert graphs.parity["num_greedy_sources"] == 80
     assert manifest.unknown_policy == case.policy
     assert {file for file in manifest.files if "tokenizer" in file} == case.files
@@ -241,6 +242,8 @@ def test_a_token_that_the_service_spells_otherwise_fails_the_export(tmp_path, pl
     other = OneOtherPiece(checkpoint.target_tokenizer.to_bytes(), index, place)
     with pytest.raises(ExportError, match=rf"the service decodes \[(\d+, )?{index}\] to"):
         export_checkpoint(
-            dataclasses.replace(checkpoint, target_tokenizer=other), texts(5), tmp_path / "out", name="m", version="1"
+            dataclasses.replace(checkpoint, target_tokenizer=other),
+            ExportOptions("m", "1", sources=tuple(texts(5))),
+            tmp_path / "out",
         )
     assert not (tmp_path / "out").exists()

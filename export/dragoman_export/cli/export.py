@@ -1,10 +1,16 @@
 """Turn a checkpoint into a verified ONNX bundle.
 
-Traces encoder and decoder with fused attention, counts the nodes of both as exported and as ONNX Runtime optimises
-them, compares logits and greedy output with PyTorch on the given sources, and writes the bundle. If any check fails,
-nothing is written and the exit status is 2.
+Traces encoder and decoder with fused attention, quantises them where asked, counts the nodes of each graph as exported
+and as ONNX Runtime optimises it, compares logits, layers and greedy output with PyTorch on the given sources, measures
+what each precision costs on a test set, and writes the bundle. If any check fails, nothing is written and the exit
+status is 2.
+
+Precisions: fp32; int8, smaller and faster, and as exact about who shares a batch; w8, for the lowest latency of a lone
+request, whose answers may depend on the batch in their last digits; fp16, for CUDA, built and compared on the CPU here:
+this version of the service does not run it. The first that it can run is what a server uses unless told.
 
   dragoman export runs/g2p-en --sources g2p-data/dev.source --out bundles/g2p-en
+  dragoman export runs/en-de --precision int8,fp32 --sources dev.en --test test.en test.de --out bundles/en-de
 """
 
 from __future__ import annotations
@@ -12,8 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dragoman_export.exporter import ExportResult
+    from dragoman_export.shortlist import ShortlistOptions
 
 SUMMARY = "turn a checkpoint into a verified ONNX bundle"
 EXTRA: str | None = "cpu,export"
@@ -31,15 +42,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-version", default="1", metavar="VERSION", help="the model's version in the service (default: 1)"
     )
     parser.add_argument(
+        "--precision",
+        default="fp32",
+        metavar="LIST",
+        help="fp32, int8, w8, fp16, or several with commas between (default: fp32)",
+    )
+    parser.add_argument(
         "--sources",
         type=Path,
-        required=True,
         nargs="+",
         metavar="FILE",
-        help="sources to compare with PyTorch on, one a line: the dev set's, or more",
+        help="sources to compare with PyTorch on, one a line: the dev set's, or more (default: random ones, for a "
+        "model that comes without data)",
+    )
+    parser.add_argument(
+        "--test",
+        type=Path,
+        nargs=2,
+        metavar=("SOURCES", "TARGETS"),
+        help="a test set: what each precision costs is measured, written into the manifest, and limited",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="sources on which the range of int8 activations is found (default: those of --sources)",
+    )
+    parser.add_argument(
+        "--activations",
+        choices=("static", "row"),
+        help="the scale of int8 activations: static, found by calibration, or one a row, found at run time, a little "
+        "slower (default: static, or row where there is nothing to calibrate on)",
     )
     parser.add_argument(
         "--quality", type=Path, metavar="JSON", help="figures of `dragoman evaluate --json` for the manifest"
+    )
+    parser.add_argument(
+        "--alignment",
+        action="store_true",
+        help="add a graph that tells which source token each target token comes from: the attention of one decoder "
+        "layer, chosen by how well it aligns what was copied from the sources of --sources. The bundle grows by the "
+        "encoder, the decoder up to that layer, and the embeddings, in fp32",
+    )
+    parser.add_argument(
+        "--shortlist",
+        type=Path,
+        nargs=2,
+        metavar=("SOURCES", "TARGETS"),
+        help="the training text, aligned line by line: add a shortlist, by which a server can restrict int8's answers "
+        "to the candidates of their source's tokens (dragoman serve --shortlist): faster, where the vocabulary is "
+        "large. The bundle grows by the decoder of int8",
+    )
+    parser.add_argument(
+        "--shortlist-candidates",
+        type=int,
+        metavar="N",
+        help="how many target tokens a source token brings into the shortlist (default: 50)",
     )
     parser.add_argument("--notice", type=Path, metavar="FILE", help="a licence notice to carry in the bundle")
 
@@ -60,39 +119,90 @@ def run(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> None:
     from dragoman.bundle import check_free
-    from dragoman.inspection import node_table
-    from dragoman_export.exporter import export
+    from dragoman_export.errors import ExportError
+    from dragoman_export.exporter import ExportOptions, export
+    from dragoman_export.quality import TestSet
+    from dragoman_export.targets import parse_precisions
     from dragoman_training.checkpoint import load_model
     from dragoman_training.corpus import read_lines
 
+    def lines(files: list[Path] | None) -> tuple[str, ...] | None:
+        return tuple(line for file in files for line in read_lines(file)) if files else None
+
     check_free(args.out, overwrite=args.force)  # before anything takes its time
-    checkpoint = load_model(args.checkpoint)
-    result = export(
-        checkpoint,
-        [line for file in args.sources for line in read_lines(file)],
-        args.out,
+    if args.activations == "static" and not (args.sources or args.calibration):
+        raise ExportError("--activations static needs sources to calibrate on: give --calibration or --sources")
+    if args.shortlist_candidates is not None and args.shortlist is None:
+        raise ExportError("--shortlist-candidates was given without --shortlist: give the training text, too")
+    options = ExportOptions(
         name=args.name or args.out.name,
         version=args.model_version,
+        targets=parse_precisions(args.precision),
+        sources=lines(args.sources),
+        calibration=lines(args.calibration),
+        row_scales=args.activations == "row",
+        test=TestSet(*(tuple(read_lines(file)) for file in args.test)) if args.test else None,
         quality=_quality(args.quality) if args.quality else None,
         notice=args.notice.read_bytes() if args.notice else None,
-        overwrite=args.force,
+        alignment=args.alignment,
+        shortlist=_shortlist(args.shortlist, args.shortlist_candidates) if args.shortlist else None,
     )
+    _tell(export(load_model(args.checkpoint), options, args.out, overwrite=args.force))
+
+
+def _tell(result: ExportResult) -> None:
+    from dragoman.inspection import describe_alignment, describe_shortlist, node_table
+    from dragoman_export.verify import BEAM_SIZE
+
     manifest = result.bundle.manifest
     for side, entry in (("source", manifest.tokenizers.source), ("target", manifest.tokenizers.target)):
         print(f"{side}: {entry.file}, {entry.kind}, {entry.size} tokens, normalization {entry.normalization}")
     print(f"characters that the source vocabulary lacks: {manifest.unknown_policy}")
-    graphs = manifest.graphs[0]
-    size = sum(entry.bytes for entry in manifest.files.values())
-    for graph in (graphs.encoder, graphs.decoder):
-        print("\n".join(node_table(graph)))
-    parity = result.parity
-    print(f"logits: at most {parity.max_logit_difference:.2g} from PyTorch's, at every step of ragged batches")
+    for graphs in manifest.graphs:
+        for graph in (graphs.encoder, graphs.decoder):
+            print("\n".join(node_table(graph)))
     skipped = f" ({result.num_skipped_sources} more are none that it accepts)" if result.num_skipped_sources else ""
-    print(f"greedy: {parity.num_greedy_sources} sources{skipped}, tokens equal to PyTorch's, {len(parity.ties)} ties")
-    for tie in parity.ties:
-        print(f"  tie: source {tie.source}, token {tie.step}, logits {tie.gap:.2g} apart")
-    print(f"golden set: {result.num_golden_cases} sources")
-    print(f"{args.out}: {manifest.name} version {manifest.version}, {size / 1e6:.2f} MB")
+    for precision, proof in result.proofs.items():
+        parity = proof.parity
+        print(
+            f"{precision}: logits at most {parity.max_logit_difference:.2g} from PyTorch's at every step of ragged "
+            f"batches; of their size {parity.relative_logit_difference:.2g}, of a layer's at most "
+            f"{parity.relative_layer_difference:.2g}"
+        )
+        print(
+            f"  greedy: {parity.num_greedy_equal} of {parity.num_greedy_sources} answers{skipped} equal to PyTorch's, "
+            f"{len(parity.ties)} ties, {parity.token_error_rate:.2g} edits a token"
+        )
+        print(
+            f"  beam of {BEAM_SIZE}: {parity.num_beam_equal} of {parity.num_beam_sources} equal to PyTorch's, "
+            f"{parity.num_beam_ties} ties, {parity.beam_token_error_rate:.2g} edits a token"
+        )
+        for tie in parity.ties:
+            print(f"  tie: source {tie.source}, token {tie.step}, logits {tie.gap:.2g} apart")
+        print(f"  test set: {_costs(proof.graphs.quality)}")
+        print(f"  golden set: {len(proof.golden)} sources")
+    if (alignment := manifest.alignment) is not None:
+        print("\n".join(node_table(alignment.graph)))
+        grown = manifest.files[alignment.graph.file].bytes
+        print(f"alignment, {grown / 1e6:.2f} MB: {describe_alignment(alignment)}")
+    if (shortlist := manifest.shortlist) is not None:
+        print("\n".join(node_table(shortlist.decoder)))
+        grown = sum(manifest.files[file].bytes for file in (shortlist.table, shortlist.decoder.file))
+        print(f"shortlist, {grown / 1e6:.2f} MB: {describe_shortlist(shortlist)}")
+        print(f"  test set: {_costs(shortlist.quality)}")
+    size = sum(entry.bytes for entry in manifest.files.values())
+    print(f"{result.bundle.path}: {manifest.name} version {manifest.version}, {size / 1e6:.2f} MB")
+
+
+def _costs(quality: Mapping[str, float | str]) -> str:
+    return ", ".join(f"{name} {value:.5g}" for name, value in quality.items() if name != "status") or "none given"
+
+
+def _shortlist(files: Sequence[Path], num_per_token: int | None) -> ShortlistOptions:
+    from dragoman_export.shortlist import ShortlistOptions
+
+    sources, targets = files
+    return ShortlistOptions(sources, targets, **({} if num_per_token is None else {"num_per_token": num_per_token}))
 
 
 def _quality(path: Path) -> dict[str, float | str]:

@@ -1,0 +1,111 @@
+"""Time of a decoding step by precision and number of rows, as ratios to the same graph with DynamicQuantizeMatMul.
+
+    python tests/bench/precisions.py --shape small
+
+Random weights; one thread; steps of all graphs interleaved, the least time of each counts. DynamicQuantizeMatMul has
+one activation scale over all rows, so that a row feels its neighbours: it is what exact int8 must not be slower than.
+Prints a line a number of rows: microseconds of its step, then its time divided by each precision's (above 1: faster).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from onnx import helper
+
+from dragoman.bundle import ModelShape
+from dragoman.engine.runner import OrtModel, OrtRunner
+from dragoman_export.graph_sets import GraphWriter
+from dragoman_export.quantize import Range, linears
+from dragoman_export.targets import FP32, INT8, W8
+from dragoman_training.config import ModelConfig
+from dragoman_training.model import Transformer
+
+SHAPES = {  # tokens, width, heads, feed-forward, layers of encoder and decoder
+    "g2p-en": (48, 128, 4, 512, 4, 2),
+    "small": (8000, 256, 4, 1024, 6, 2),
+    "base": (32000, 512, 8, 2048, 6, 6),
+}
+SOURCE_TOKENS, STEPS = 25, 30
+
+
+def dynamic(content: bytes) -> bytes:
+    """An int8 graph with DynamicQuantizeMatMul for every static product."""
+    model = onnx.load_from_string(content)
+    nodes = []
+    for node in model.graph.node:
+        if node.op_type == "QuantizeLinear":
+            continue
+        if node.op_type == "MatMulIntegerToFloat":
+            inputs = [node.input[0].removesuffix(".quantized"), node.input[1], node.input[3], "", *node.input[6:]]
+            node = helper.make_node("DynamicQuantizeMatMul", inputs, node.output, domain="com.microsoft")
+        nodes.append(node)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return model.SerializeToString()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--rounds", type=int, default=12)
+    args = parser.parse_args()
+    size, *sizes = SHAPES[args.shape]
+    torch.manual_seed(0)
+    names = ("d_model", "num_heads", "ffn_dim", "encoder_layers", "decoder_layers")
+    config = ModelConfig(**dict(zip(names, sizes, strict=True)), source_vocab_size=size, target_vocab_size=size)
+    model = Transformer(config).eval()
+    shape = ModelShape(*(getattr(config, field.name) for field in dataclasses.fields(ModelShape)))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        writer = GraphWriter(model, folder)
+        layers = [linear.name for part in ("encoder", "decoder") for linear in linears(traced(writer, part))]
+        ranges = {layer: Range(-4.0, 4.0) for layer in layers}
+        static, fp32 = writer.write(INT8, ranges), writer.write(FP32)
+        content = {file.name: file.read_bytes() for file in folder.iterdir()}
+        block = writer.write(W8, ranges)
+        block_content = {file.name: file.read_bytes() for file in folder.iterdir()}
+        row = writer.write(INT8, None)
+        row_content = {file.name: file.read_bytes() for file in folder.iterdir()}
+    replaced = {**content, static.decoder.file: dynamic(content[static.decoder.file])}
+    runners = {
+        "dynamic": OrtRunner(OrtModel(shape, static, replaced.__getitem__), 64, 1 << 32),
+        "static": OrtRunner(OrtModel(shape, static, content.__getitem__), 64, 1 << 32),
+        "row": OrtRunner(OrtModel(shape, row, row_content.__getitem__), 64, 1 << 32),
+        "w8": OrtRunner(OrtModel(shape, block, block_content.__getitem__), 64, 1 << 32),
+        "fp32": OrtRunner(OrtModel(shape, fp32, content.__getitem__), 64, 1 << 32),
+    }
+    source = (*range(4, 4 + SOURCE_TOKENS - 1), 2)
+    print(f"{'rows':>4} {'us':>8} " + " ".join(f"{name:>8}" for name in runners if name != "dynamic"))
+    for rows in args.rows:
+        tokens = np.full(rows, 5, np.int64)
+        best = dict.fromkeys(runners, float("inf"))
+        for runner in runners.values():
+            runner.reserve(SOURCE_TOKENS, STEPS)
+        for _ in range(args.rounds):
+            for kind, runner in runners.items():
+                runner.admit([source] * rows, [[row] for row in range(rows)])
+                started = time.perf_counter()
+                for _ in range(STEPS):
+                    runner.decode(tokens)
+                best[kind] = min(best[kind], (time.perf_counter() - started) / STEPS)
+        ratios = " ".join(f"{best['dynamic'] / value:>8.2f}" for kind, value in best.items() if kind != "dynamic")
+        print(f"{rows:>4} {best['dynamic'] * 1e6:>8.0f} {ratios}", flush=True)
+
+
+def traced(writer: GraphWriter, part: str) -> onnx.ModelProto:
+    """A graph of the writer's as it was traced."""
+    model: onnx.ModelProto = getattr(writer, f"_traced_{part}")
+    return model
+
+
+if __name__ == "__main__":
+    main()
