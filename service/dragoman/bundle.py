@@ -26,7 +26,7 @@ from typing import Any
 
 from dragoman.errors import BundleError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 VOCABULARY_MULTIPLE = 8
 """A model's vocabulary may be its tokenizer's, rounded up to a multiple of this: matrices of such sizes are fast."""
 MANIFEST_NAME = "manifest.json"
@@ -126,15 +126,71 @@ class Graph:
 
 @dataclass(frozen=True)
 class GraphSet:
-    """The graphs for one execution provider and precision, and the answers they must give."""
+    """The graphs for one execution provider and precision, and the answers they must give.
+
+    ``activations`` tells how those of a quantised product are scaled: ``float`` (not at all), ``static``, ``row`` or
+    ``block``. A golden score may differ by ``score_tolerance`` x (1 + its size). ``quality`` holds figures of a test
+    set, of these graphs and of PyTorch in fp32.
+    """
 
     provider: str
     precision: str
     opset: int
+    activations: str
+    batch_invariant: bool
     encoder: Graph
     decoder: Graph
     golden: str
+    score_tolerance: float
     parity: dict[str, float]
+    quality: dict[str, float | str]
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The graph that aligns a finished answer with its source, whatever precision the answer came from, and its proof.
+
+    It gives the cross-attention weights of decoder layer ``layer``: those of ``head``, or where that is None the mean
+    of all heads. The weights of target token t are those of the step that produced it (``shift`` 0) or of the one that
+    read it (1). ``score`` is why: on ``basis`` "copied", the share of ``num_tokens`` copied tokens that it aligned with
+    themselves; on "diagonal", 1 - the mean distance from the diagonal, of a line's length.
+    """
+
+    graph: Graph
+    layer: int
+    head: int | None
+    shift: int
+    basis: str
+    score: float
+    num_tokens: int
+    max_weight_difference: float  # from PyTorch's
+
+    def __post_init__(self) -> None:
+        if self.shift not in (0, 1):
+            raise BundleError(f"alignment.shift is {self.shift}; it must be 0 or 1")
+        if self.basis not in ("copied", "diagonal"):
+            raise BundleError(f"alignment.basis is {self.basis!r}; it must be 'copied' or 'diagonal'")
+
+
+@dataclass(frozen=True)
+class Shortlist:
+    """What restricts an answer to a few candidates, by its source, and its proof: an option of one graph set.
+
+    ``table`` holds the candidates and the output projection: see ``engine/candidates.py``. ``decoder`` is the graph
+    set's, but that it takes the projection's columns as inputs. A source token has at most ``num_per_token`` candidates
+    of its own, and ``num_always`` are everyone's; ``mean_candidates`` is how many a source of the comparison had in
+    all. ``quality`` holds figures of a test set, with the shortlist and without.
+    """
+
+    provider: str
+    precision: str
+    table: str
+    decoder: Graph
+    golden: str
+    num_per_token: int
+    num_always: int
+    mean_candidates: float
+    quality: dict[str, float | str]
 
 
 @dataclass(frozen=True)
@@ -175,6 +231,8 @@ class Manifest:
     graphs: tuple[GraphSet, ...]
     quality: dict[str, float | str]
     provenance: dict[str, str | int | float]
+    alignment: Alignment | None = None
+    shortlist: Shortlist | None = None
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -195,6 +253,13 @@ class Manifest:
         padding = set(range(self.tokenizers.target.size, self.model.target_vocab_size))
         if producible := sorted(padding - set(self.special_ids.never_generated)):
             raise BundleError(f"special_ids.never_generated lacks {producible}, which no token stands for")
+
+        if self.shortlist is not None and self.shortlist.precision not in {
+            graphs.precision for graphs in self.graphs if graphs.provider == self.shortlist.provider
+        }:
+            raise BundleError(
+                f"shortlist is for {self.shortlist.provider}/{self.shortlist.precision}, of which there are no graphs"
+            )
 
     @property
     def checksum(self) -> str:
@@ -250,16 +315,20 @@ class ModelBundle:
         """The content of a declared file."""
         return self.file(name).read_bytes()
 
-    def graph_set(self, provider: str, precision: str) -> GraphSet:
-        """The graphs for a provider and precision. Raises BundleError listing those that exist."""
+    def graph_set(self, provider: str, precision: str | None = None) -> GraphSet:
+        """The graphs for a provider and precision; without one, the provider's first.
+
+        Raises BundleError listing those that exist.
+        """
         for graphs in self.manifest.graphs:
-            if (graphs.provider, graphs.precision) == (provider, precision):
+            if graphs.provider == provider and precision in (None, graphs.precision):
                 return graphs
         have = ", ".join(f"{g.provider}/{g.precision}" for g in self.manifest.graphs)
-        raise BundleError(f"bundle {self.manifest.name!r} has no graphs for {provider}/{precision}; it has {have}")
+        asked = provider if precision is None else f"{provider}/{precision}"
+        raise BundleError(f"bundle {self.manifest.name!r} has no graphs for {asked}; it has {have}")
 
-    def golden(self, graphs: GraphSet) -> Iterator[GoldenCase]:
-        """The golden set of a graph set."""
+    def golden(self, graphs: GraphSet | Shortlist) -> Iterator[GoldenCase]:
+        """The golden set of a graph set, or of its shortlist."""
         for number, line in enumerate(self.read(graphs.golden).splitlines(), start=1):
             place = f"{graphs.golden}:{number}"
             try:
@@ -426,6 +495,10 @@ def _check_references(manifest: Manifest) -> None:
     named = [manifest.tokenizers.source.file, manifest.tokenizers.target.file]
     for graphs in manifest.graphs:
         named += [graphs.encoder.file, graphs.decoder.file, graphs.golden]
+    if manifest.alignment is not None:
+        named.append(manifest.alignment.graph.file)
+    if manifest.shortlist is not None:
+        named += [manifest.shortlist.table, manifest.shortlist.decoder.file, manifest.shortlist.golden]
     missing = sorted(set(named) - set(manifest.files))
     if missing:
         raise BundleError(f"names files that it does not declare: {', '.join(missing)}")
@@ -453,6 +526,8 @@ def _parse(kind: Any, data: Any, where: str) -> Any:
     if origin is dict and isinstance(data, dict):
         return {key: _parse(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
     choices = arguments if origin is types.UnionType else (kind,)
+    if isinstance(data, dict) and (objects := [c for c in choices if dataclasses.is_dataclass(c)]):
+        return _parse(objects[0], data, where)  # "or None": no field may be one object or another
     if type(data) in choices:
         return data
     if type(data) is int and float in choices:

@@ -15,8 +15,8 @@ from typing import Any, Final, Self
 
 import grpc
 
+from dragoman.answer import TextResult, TextScore, TextUpdate
 from dragoman.errors import ConfigError, DragomanError, InvalidRequestError
-from dragoman.pipeline import TextResult, TextUpdate
 from dragoman.servicers import wire
 from dragoman.servicers.status import error_of, error_of_rpc
 from dragoman.types import DecodingOptions
@@ -33,9 +33,18 @@ _OPTIONS: Final = [
 _GREEDY: Final = DecodingOptions()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedResult(TextResult):
     """An answer, and who gave it."""
+
+    model: str
+    version: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedScore(TextScore):
+    """A score, and who gave it."""
 
     model: str
     version: str
@@ -69,6 +78,8 @@ class ModelInfo:
     quality: dict[str, str]
     source_tokenizer: TokenizerInfo
     target_tokenizer: TokenizerInfo
+    batch_invariant: bool
+    alignment: bool  # whether return_alignment may be asked for
 
 
 @contextmanager
@@ -102,20 +113,31 @@ class AsyncClient:
         await self._channel.close(None)
 
     async def generate(
-        self, text: str, options: DecodingOptions = _GREEDY, *, request_id: str = "", timeout: float | None = None
+        self,
+        text: str,
+        options: DecodingOptions = _GREEDY,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> ServedResult:
         """The answer to one text. Cancelling the task cancels the work on the server."""
-        request = _request(text, options, request_id, self._model, self._version)
+        request = _request(text, options, request_id, priority, self._model, self._version)
         with _dragoman_errors():
             return _result(await self._stub.Generate(request, timeout=timeout))
 
     async def stream(
-        self, text: str, options: DecodingOptions = _GREEDY, *, request_id: str = "", timeout: float | None = None
+        self,
+        text: str,
+        options: DecodingOptions = _GREEDY,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> AsyncGenerator[TextUpdate | ServedResult]:
         """The answer piece by piece; the whole of it last. Closing the generator cancels the work on the server."""
-        call = self._stub.StreamGenerate(
-            _request(text, options, request_id, self._model, self._version), timeout=timeout
-        )
+        request = _request(text, options, request_id, priority, self._model, self._version)
+        call = self._stub.StreamGenerate(request, timeout=timeout)
         try:
             with _dragoman_errors():
                 async for message in call:
@@ -124,12 +146,25 @@ class AsyncClient:
             call.cancel()
 
     async def batch(
-        self, texts: Sequence[str], options: DecodingOptions = _GREEDY, *, timeout: float | None = None
+        self,
+        texts: Sequence[str],
+        options: DecodingOptions = _GREEDY,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> list[ServedResult | DragomanError]:
         """The answers to many texts, in order; a text that failed alone has its error in its place."""
-        request = _batch_request(texts, options, self._model, self._version)
+        request = _batch_request(texts, options, priority, self._model, self._version)
         with _dragoman_errors():
             return _batch_results(await self._stub.BatchGenerate(request, timeout=timeout))
+
+    async def score(
+        self, text: str, target: str, *, request_id: str = "", priority: int = 0, timeout: float | None = None
+    ) -> ServedScore:
+        """How probable the model finds ``target`` as the answer to ``text``, each of one line."""
+        request = _score_request(text, target, request_id, priority, self._model, self._version)
+        with _dragoman_errors():
+            return _score(await self._stub.Score(request, timeout=timeout))
 
     async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """What the model is."""
@@ -161,20 +196,31 @@ class Client:
         self._channel.close()
 
     def generate(
-        self, text: str, options: DecodingOptions = _GREEDY, *, request_id: str = "", timeout: float | None = None
+        self,
+        text: str,
+        options: DecodingOptions = _GREEDY,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> ServedResult:
         """As ``AsyncClient.generate``."""
-        request = _request(text, options, request_id, self._model, self._version)
+        request = _request(text, options, request_id, priority, self._model, self._version)
         with _dragoman_errors():
             return _result(self._stub.Generate(request, timeout=timeout))
 
     def stream(
-        self, text: str, options: DecodingOptions = _GREEDY, *, request_id: str = "", timeout: float | None = None
+        self,
+        text: str,
+        options: DecodingOptions = _GREEDY,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> Iterator[TextUpdate | ServedResult]:
         """As ``AsyncClient.stream``."""
-        call = self._stub.StreamGenerate(
-            _request(text, options, request_id, self._model, self._version), timeout=timeout
-        )
+        request = _request(text, options, request_id, priority, self._model, self._version)
+        call = self._stub.StreamGenerate(request, timeout=timeout)
         try:
             with _dragoman_errors():
                 for message in call:
@@ -183,12 +229,25 @@ class Client:
             call.cancel()
 
     def batch(
-        self, texts: Sequence[str], options: DecodingOptions = _GREEDY, *, timeout: float | None = None
+        self,
+        texts: Sequence[str],
+        options: DecodingOptions = _GREEDY,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> list[ServedResult | DragomanError]:
         """As ``AsyncClient.batch``."""
-        request = _batch_request(texts, options, self._model, self._version)
+        request = _batch_request(texts, options, priority, self._model, self._version)
         with _dragoman_errors():
             return _batch_results(self._stub.BatchGenerate(request, timeout=timeout))
+
+    def score(
+        self, text: str, target: str, *, request_id: str = "", priority: int = 0, timeout: float | None = None
+    ) -> ServedScore:
+        """As ``AsyncClient.score``."""
+        request = _score_request(text, target, request_id, priority, self._model, self._version)
+        with _dragoman_errors():
+            return _score(self._stub.Score(request, timeout=timeout))
 
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """As ``AsyncClient.model_info``."""
@@ -206,23 +265,52 @@ def _dragoman_errors() -> Generator[None]:
         raise error_of_rpc(call.code(), call.details() or "", call.trailing_metadata() or ()) from error
 
 
-def _request(text: str, options: DecodingOptions, request_id: str, model: str, version: str) -> pb.GenerateRequest:
+@contextmanager
+def _packing() -> Generator[None]:
+    """Whatever protobuf cannot hold."""
     try:
+        yield
+    except ValueError as error:
+        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
+
+
+def _request(
+    text: str, options: DecodingOptions, request_id: str, priority: int, model: str, version: str
+) -> pb.GenerateRequest:
+    with _packing():
         return pb.GenerateRequest(
-            model=model, version=version, text=text, options=wire.options_to_wire(options), request_id=request_id
+            model=model,
+            version=version,
+            text=text,
+            options=wire.options_to_wire(options),
+            request_id=request_id,
+            priority=priority,
         )
-    except (UnicodeError, ValueError) as error:
-        raise InvalidRequestError(f"the request is no valid Unicode: {error}") from error
 
 
-def _batch_request(texts: Sequence[str], options: DecodingOptions, model: str, version: str) -> pb.BatchGenerateRequest:
-    return pb.BatchGenerateRequest(requests=[_request(text, options, "", model, version) for text in texts])
+def _batch_request(
+    texts: Sequence[str], options: DecodingOptions, priority: int, model: str, version: str
+) -> pb.BatchGenerateRequest:
+    return pb.BatchGenerateRequest(requests=[_request(text, options, "", priority, model, version) for text in texts])
+
+
+def _score_request(text: str, target: str, request_id: str, priority: int, model: str, version: str) -> pb.ScoreRequest:
+    with _packing():
+        return pb.ScoreRequest(
+            model=model, version=version, text=text, target=target, request_id=request_id, priority=priority
+        )
 
 
 def _result(message: pb.GenerateResponse) -> ServedResult:
     result = wire.result_from_wire(message)
     values = {field.name: getattr(result, field.name) for field in fields(result)}
     return ServedResult(**values, model=message.model, version=message.version, request_id=message.request_id)
+
+
+def _score(message: pb.ScoreResponse) -> ServedScore:
+    score = wire.score_from_wire(message)
+    values = {field.name: getattr(score, field.name) for field in fields(score)}
+    return ServedScore(**values, model=message.model, version=message.version, request_id=message.request_id)
 
 
 def _item(message: pb.StreamGenerateResponse) -> TextUpdate | ServedResult:
@@ -249,6 +337,8 @@ def _model_info(message: pb.GetModelResponse) -> ModelInfo:
         quality=dict(message.quality),
         source_tokenizer=_tokenizer_info(message.source_tokenizer),
         target_tokenizer=_tokenizer_info(message.target_tokenizer),
+        batch_invariant=message.batch_invariant,
+        alignment=message.alignment,
     )
 
 

@@ -8,7 +8,9 @@
     │  ├─ SourceTooLongError         source_too_long      INVALID_ARGUMENT
     │  ├─ ModelNotFoundError         model_not_found      NOT_FOUND
     │  ├─ UnsupportedError           unsupported          UNIMPLEMENTED
+    │  │  └─ ModelUnsupportedError   model_unsupported    FAILED_PRECONDITION
     │  ├─ OverloadedError            overloaded           RESOURCE_EXHAUSTED + google.rpc.RetryInfo
+    │  │  └─ TooLateError            too_late             RESOURCE_EXHAUSTED + google.rpc.RetryInfo
     │  ├─ DeadlineError              deadline             DEADLINE_EXCEEDED
     │  └─ RequestCancelledError      cancelled            CANCELLED
     ├─ NotReadyError                 not_ready            UNAVAILABLE (loading, draining)
@@ -71,6 +73,12 @@ class UnsupportedError(RequestError):
     code = "unsupported"
 
 
+class ModelUnsupportedError(UnsupportedError):
+    """An option that this server implements, but which needs what the model was exported without."""
+
+    code = "model_unsupported"
+
+
 class OverloadedError(RequestError):
     """The queue or the KV memory is full; worth a retry after ``retry_after_seconds``."""
 
@@ -79,6 +87,12 @@ class OverloadedError(RequestError):
     def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+
+
+class TooLateError(OverloadedError):
+    """The answer would be done after the caller's deadline only; refused before any work."""
+
+    code = "too_late"
 
 
 class DeadlineError(RequestError):

@@ -6,11 +6,23 @@ Reads the manifest and, where asked, the files; opens no graph. Needs the standa
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from dragoman.bundle import FileEntry, Graph, GraphSet, Manifest, TokenizerEntry, check_file, check_size, count_of
+from dragoman.bundle import (
+    Alignment,
+    FileEntry,
+    Graph,
+    GraphSet,
+    Manifest,
+    Shortlist,
+    TokenizerEntry,
+    check_file,
+    check_size,
+    count_of,
+)
 from dragoman.errors import BundleError
 
 _MAX_BAR: Final = 40
@@ -34,11 +46,22 @@ def file_problems(path: Path, manifest: Manifest, *, hashes: bool) -> dict[str, 
 
 
 def node_table(graph: Graph) -> list[str]:
-    """A graph's required nodes beside those as exported and as ONNX Runtime optimised them, a line each."""
+    """A graph's required nodes beside those as exported and as ONNX Runtime optimised them, a line each.
+
+    The last line names those that must not be there; where one is, it has a line of its own.
+    """
     rows: list[Row] = [(graph.file, *_STAGES)]
+    absent = []
     for kind, number in graph.required_nodes.items():
-        rows.append((f"  {kind}", number, count_of(kind, graph.exported_nodes), count_of(kind, graph.optimized_nodes)))
-    return _columns(rows)
+        found = count_of(kind, graph.exported_nodes), count_of(kind, graph.optimized_nodes)
+        if number or any(found):
+            rows.append((f"  {kind}", number, *found))
+        else:
+            absent.append(kind.replace("+", ", "))
+    return [
+        *_columns(rows),
+        *textwrap.wrap(f"none of {', '.join(absent)}", 100, initial_indent="  ", subsequent_indent="    "),
+    ]
 
 
 def node_histogram(graph: Graph) -> list[str]:
@@ -70,12 +93,24 @@ def describe(manifest: Manifest, problems: Mapping[str, str], *, histogram: bool
         "special ids": f"end {manifest.special_ids.eos}, decoder start {manifest.special_ids.decoder_start}, never "
         f"generated {_ids(manifest.special_ids.never_generated)}",
         "quality": _figures(manifest.quality),
+        "alignment": "none" if manifest.alignment is None else describe_alignment(manifest.alignment),
+        "shortlist": "none" if manifest.shortlist is None else describe_shortlist(manifest.shortlist),
     }
     width = max(map(len, facts)) + 2
     lines = [f"{manifest.name} version {manifest.version}"]
     lines += [f"  {name:<{width}}{value}" for name, value in facts.items()]
     for graphs in manifest.graphs:
         lines += ["", *_graph_set(graphs, histogram=histogram)]
+    if manifest.alignment is not None:
+        lines += ["", "graph for alignment", "", *_graph(manifest.alignment.graph, histogram=histogram)]
+    if (shortlist := manifest.shortlist) is not None:
+        lines += [
+            "",
+            f"graph for the shortlist, {shortlist.provider}, {shortlist.precision}, golden set {shortlist.golden}",
+            f"  on a test set: {_figures(shortlist.quality)}",
+            "",
+            *_graph(shortlist.decoder, histogram=histogram),
+        ]
     lines += ["", "provenance", *_provenance(manifest.provenance)]
     rows: list[Row] = [("files", "bytes"), *((f"  {name}", entry.bytes) for name, entry in manifest.files.items())]
     rows.append(("  all files", sum(entry.bytes for entry in manifest.files.values())))
@@ -86,13 +121,49 @@ def describe(manifest: Manifest, problems: Mapping[str, str], *, histogram: bool
 def _graph_set(graphs: GraphSet, *, histogram: bool) -> list[str]:
     lines = [
         f"graphs for {graphs.provider}, {graphs.precision}, opset {graphs.opset}, golden set {graphs.golden}",
+        f"  activations: {graphs.activations}; "
+        + (
+            "batch invariant"
+            if graphs.batch_invariant
+            else "NOT batch invariant: the last digits may depend on the batch"
+        ),
         f"  against PyTorch: {_figures(graphs.parity)}",
+        f"  on a test set: {_figures(graphs.quality)}",
     ]
     for graph in (graphs.encoder, graphs.decoder):
-        lines += ["", *(f"  {line}" for line in node_table(graph))]
-        if histogram:
-            lines += ["", *(f"  {line}" for line in node_histogram(graph))]
+        lines += ["", *_graph(graph, histogram=histogram)]
     return lines
+
+
+def _graph(graph: Graph, *, histogram: bool) -> list[str]:
+    lines = [f"  {line}" for line in node_table(graph)]
+    if histogram:
+        lines += ["", *(f"  {line}" for line in node_histogram(graph))]
+    return lines
+
+
+def describe_alignment(alignment: Alignment) -> str:
+    """Which attention a bundle's alignment graph shows, and how well it aligns, in one line."""
+    heads = "the mean of all heads" if alignment.head is None else f"head {alignment.head}"
+    step = ("produces", "reads")[alignment.shift]
+    quality = {
+        "copied": f"{alignment.score:.1%} of {alignment.num_tokens} copied tokens aligned with themselves",
+        "diagonal": f"{1 - alignment.score:.3f} of a line's length from the diagonal, mean of {alignment.num_tokens} "
+        "tokens, as too few are copied",
+    }[alignment.basis]
+    return (
+        f"decoder layer {alignment.layer}, {heads}, at the step that {step} a token: {quality}; weights at most "
+        f"{alignment.max_weight_difference:.2g} from PyTorch's"
+    )
+
+
+def describe_shortlist(shortlist: Shortlist) -> str:
+    """What a bundle's shortlist is for, and how short it is, in one line."""
+    return (
+        f"for {shortlist.provider}/{shortlist.precision}, {shortlist.table}: at most {shortlist.num_per_token} "
+        f"candidates a source token and {shortlist.num_always} for all; {shortlist.mean_candidates:,.0f} in the mean "
+        "for a source"
+    )
 
 
 def _tokenizer(entry: TokenizerEntry) -> str:

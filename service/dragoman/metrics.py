@@ -28,7 +28,16 @@ SECONDS_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 ROWS_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 _REJECTIONS: Final = frozenset(
-    ("invalid_request", "source_too_long", "model_not_found", "unsupported", "overloaded", "not_ready")
+    (
+        "invalid_request",
+        "source_too_long",
+        "model_not_found",
+        "unsupported",
+        "model_unsupported",
+        "overloaded",
+        "too_late",
+        "not_ready",
+    )
 )
 
 
@@ -210,6 +219,7 @@ class _SnapshotCollector(Collector):
         snapshots = {model: snapshot() for model, snapshot in list(self.models.items())}
         gauges: tuple[tuple[str, str, Callable[[EngineSnapshot], float]], ...] = (
             ("num_requests_waiting", "Sequences that wait for a slot.", lambda s: s.num_waiting),
+            ("num_callers_waiting", "Callers of whom a sequence waits.", lambda s: s.num_callers_waiting),
             ("num_requests_running", "Sequences that are being decoded.", lambda s: s.num_running),
             ("slots_used", "KV rows in use.", lambda s: s.slots_used),
             ("slots_total", "KV rows there are.", lambda s: s.slots_total),

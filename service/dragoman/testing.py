@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dragoman.alignment import Aligner, ForcedPass
 from dragoman.bundle import (
     FORMAT_VERSION,
     Graph,
@@ -68,10 +69,13 @@ class ScriptedRunner:
     def reserve(self, num_source_tokens: int, max_new_tokens: int) -> None:
         """There is always room."""
 
-    def admit(self, sources: Sequence[TokenIds], slots: Sequence[int]) -> None:
+    def admit(
+        self, sources: Sequence[TokenIds], slots: Sequence[Sequence[int]], prefixes: Sequence[TokenIds] = ()
+    ) -> None:
         self.encoded += sources
-        for source, slot in zip(sources, slots, strict=True):
-            self._sources[slot], self._fed[slot] = source, ()
+        for source, own in zip(sources, slots, strict=True):
+            for slot in own:
+                self._sources[slot], self._fed[slot] = source, ()
 
     def decode(self, tokens: IntArray) -> FloatArray:
         self.before_decode()
@@ -83,6 +87,10 @@ class ScriptedRunner:
 
     def move(self, source_slot: int, target_slot: int) -> None:
         self._sources[target_slot], self._fed[target_slot] = self._sources[source_slot], self._fed[source_slot]
+
+    def fork(self, source_slot: int, target_slot: int) -> None:
+        assert self._sources[target_slot] == self._sources[source_slot]
+        self._fed[target_slot] = self._fed[source_slot]
 
 
 def scripted_manifest(name: str = "scripted", limits: Limits | None = None) -> Manifest:
@@ -102,7 +110,7 @@ def scripted_manifest(name: str = "scripted", limits: Limits | None = None) -> M
             TokenizerEntry("plain", "source.json", size, (), (EOS_ID,), "identity"),
             TokenizerEntry("plain", "target.json", size, (BOS_ID,), (EOS_ID,), "identity"),
         ),
-        graphs=(GraphSet("cpu", "fp32", 17, graph, graph, "golden.jsonl", {}),),
+        graphs=(GraphSet("cpu", "fp32", 17, "float", True, graph, graph, "golden.jsonl", 1e-3, {}, {}),),
         quality={},
         provenance={},
     )
@@ -114,6 +122,7 @@ def scripted_model(
     limits: TextLimits | None = None,
     listener: StatsListener | None = None,
     manifest: Manifest | None = None,
+    forced_pass: ForcedPass | None = None,
 ) -> ServedModel:
     """A served model that follows a script; by default it answers a word of a-z with itself. Not started yet."""
     manifest = manifest or scripted_manifest()
@@ -124,5 +133,6 @@ def scripted_model(
         TargetTokenizer(VOCABULARY),
         engine,
         limits or TextLimits(max_text_bytes=65536, max_segments=256),
+        None if forced_pass is None else Aligner(forced_pass, engine.max_waiting),
     )
     return ServedModel(ModelBundle(Path(), manifest), manifest.graphs[0], engine, pipeline)

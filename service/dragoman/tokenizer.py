@@ -1,7 +1,7 @@
 """Text to token ids and back, by the vocabularies and sequence templates that the bundle declares.
 
-A tokenizer has a side: a ``SourceTokenizer`` encodes, a ``TargetTokenizer`` decodes, and neither can do the other's
-work. What a token is, is the vocabulary's business (``vocabulary.py``).
+A tokenizer has a side: a ``SourceTokenizer`` encodes what is to be answered, a ``TargetTokenizer`` decodes answers, and
+encodes what a caller gives of one. What a token is, is the vocabulary's business (``vocabulary.py``).
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ class SourceTokenizer:
 
     def encode(self, text: str) -> TokenIds:
         """Ids with the template's start and end tokens. Raises InvalidRequestError naming what it cannot encode."""
-        try:
-            ids = self._vocabulary.encode(text)
-        except UnicodeEncodeError as error:
-            raise lone_surrogate(text) from error
-        if UNK_ID in ids:
-            raise InvalidRequestError(self._describe(self._vocabulary.unknown_units(text)))
-        return (*self._start, *ids, *self._end)
+        return (*self._start, *_encode(self._vocabulary, text, "text", "source"), *self._end)
 
-    def _describe(self, unknown: list[str]) -> str:
-        named = unknown[:_MAX_NAMED_UNITS]
-        shown = ", ".join(f"{u!r} (U+{ord(u):04X})" if len(u) == 1 else repr(u[:40]) for u in named)
-        more = f" and {len(unknown) - _MAX_NAMED_UNITS} more" if len(unknown) > _MAX_NAMED_UNITS else ""
-        known = self._vocabulary.known_units
-        accepts = f"it knows [{' '.join(known)}]" if len(known) <= 64 else f"it knows {len(known)} others"
-        return f"text holds {shown}{more}, which this model's source vocabulary lacks; {accepts}"
+    def own(self, source: TokenIds) -> slice:
+        """Where in an encoded text its own tokens are, without the template's."""
+        return slice(len(self._start), len(source) - len(self._end))
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        """The tokens' names."""
+        names = self._vocabulary.tokens
+        return [names[index] for index in ids]
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """The characters that each of a text's own tokens stands for; see ``Vocabulary.spans``."""
+        return self._vocabulary.spans(text)
 
 
 class TargetTokenizer:
@@ -53,6 +52,26 @@ class TargetTokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
+        self._ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+
+    def encode(self, text: str, name: str) -> TokenIds:
+        """The ids of an answer, or of the beginning of one, without start and end tokens.
+
+        ``name`` is what to call the text. Raises InvalidRequestError naming what it cannot encode.
+        """
+        return tuple(_encode(self.vocabulary, text, name, "target"))
+
+    def ids(self, tokens: Iterable[str], name: str) -> TokenIds:
+        """The ids of tokens by their names. Raises InvalidRequestError for those that there are not."""
+        tokens = tuple(tokens)
+        if unknown := list(dict.fromkeys(token for token in tokens if token not in self._ids)):
+            more = f" and {len(unknown) - _MAX_NAMED_UNITS} more" if len(unknown) > _MAX_NAMED_UNITS else ""
+            shown = ", ".join(repr(token[:40]) for token in unknown[:_MAX_NAMED_UNITS])
+            raise InvalidRequestError(
+                f"{name} names {shown}{more}, which are no tokens of this model's target vocabulary: give names as "
+                "answers have them"
+            )
+        return tuple(self._ids[token] for token in tokens)
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """The tokens' names, special ones included."""
@@ -113,9 +132,25 @@ class IncrementalDetokenizer:
         return text.translate(_REPLACED)
 
 
-def lone_surrogate(text: str) -> InvalidRequestError:
+def _encode(vocabulary: Vocabulary, text: str, name: str, side: str) -> list[int]:
+    try:
+        ids = vocabulary.encode(text)
+    except UnicodeEncodeError as error:
+        raise lone_surrogate(text, name) from error
+    if UNK_ID in ids:
+        unknown = vocabulary.unknown_units(text)
+        named = unknown[:_MAX_NAMED_UNITS]
+        shown = ", ".join(f"{u!r} (U+{ord(u):04X})" if len(u) == 1 else repr(u[:40]) for u in named)
+        more = f" and {len(unknown) - _MAX_NAMED_UNITS} more" if len(unknown) > _MAX_NAMED_UNITS else ""
+        known = vocabulary.known_units
+        accepts = f"it knows [{' '.join(known)}]" if len(known) <= 64 else f"it knows {len(known)} others"
+        raise InvalidRequestError(f"{name} holds {shown}{more}, which this model's {side} vocabulary lacks; {accepts}")
+    return ids
+
+
+def lone_surrogate(text: str, name: str = "text") -> InvalidRequestError:
     """What to tell the caller of a text that UTF-8 cannot hold."""
     position = next(i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff")
     return InvalidRequestError(
-        f"text holds the lone surrogate U+{ord(text[position]):04X} at character {position}: send valid Unicode"
+        f"{name} holds the lone surrogate U+{ord(text[position]):04X} at character {position}: send valid Unicode"
     )

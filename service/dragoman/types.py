@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.errors import DragomanError, InvalidRequestError, UnsupportedError
+from dragoman.errors import DragomanError, InvalidRequestError
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
@@ -34,38 +34,152 @@ class FinishReason(StrEnum):
 MAX_NEW_TOKENS_EVER = 1_000_000
 """Above this a number is a mistake, whatever the model: refused instead of being capped."""
 
+MAX_ROWS_EVER = 1024  # of one request
+MAX_TOP_TOKENS = 32  # for each position
+MAX_SUPPRESSED_TOKENS = 1024
+MAX_SUPPRESSED_SEQUENCES = 256
+MAX_SUPPRESSED_SEQUENCE_TOKENS = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MIN_TEMPERATURE = 0.001  # below it the numbers of a draw overflow
+
 
 @dataclass(frozen=True, slots=True)
 class DecodingOptions:
-    """How one request wants to be decoded. ``None`` means the model's own default.
+    """How one request wants to be decoded. ``None`` means the model's or the server's own choice.
 
-    Raises ``InvalidRequestError`` for a value that no server could honour, ``UnsupportedError`` for a sensible one
-    that this engine does not implement: nothing is ignored in silence. This engine decodes greedily.
+    Tokens are counted behind the prefix, the end token included. Raises ``InvalidRequestError`` for a value that no
+    server could honour and for options that contradict each other or would have no effect together, but for a
+    ``length_penalty`` where there is nothing to rank: nothing else is ignored in silence.
     """
 
     max_new_tokens: int | None = None  # decoding steps, 1 or more; more than the model's limit is capped to it
-    beam_size: int = 1  # 1 is greedy search
-    num_hypotheses: int = 1  # at most beam_size
-    length_penalty: float = 1.0  # of beam search; has no effect on greedy search
-    temperature: float = 0.0  # 0 is greedy search
-    return_scores: bool = False  # log-probability of each token, and their sum
+    min_new_tokens: int = 0  # the answer does not end before
+    max_length_ratio: float | None = None  # at most so many new tokens for each source token
+    beam_size: int = 1  # 1 is greedy search, or with a temperature sampling
+    patience: float = 1.0  # beam search waits for beam_size x patience finished hypotheses
+    num_hypotheses: int = 1  # answers to return; at most beam_size, unless they are drawn or alternatives
+    length_penalty: float = 1.0  # of beam search: exponent of the length that divides a sum of log-probabilities
+    temperature: float = 0.0  # above 0, tokens are drawn by chance
+    top_k: int = 0  # draw among so many of the most probable; 0: all
+    top_p: float = 1.0  # ... among the fewest whose mass reaches this
+    min_p: float = 0.0  # ... among those of at least this share of the best one's probability
+    seed: int | None = None  # the same seed draws the same answer in any company; None: drawn, and told with the answer
+    repetition_penalty: float = 1.0  # above 1, tokens that came before are less probable
+    no_repeat_ngram_size: int = 0  # no sequence of so many tokens comes twice; 0: may
+    target_prefix: str = ""  # what the answer begins with
+    suppress_tokens: tuple[str, ...] = ()  # tokens, by name, that never come
+    suppress_sequences: tuple[tuple[str, ...], ...] = ()  # sequences of tokens that never come
+    stop: tuple[str, ...] = ()  # the answer ends before any of these texts
+    detect_repetition: bool = True  # end an answer that goes round in circles
+    return_scores: bool = False  # log-probability of each token, their sum, and what ranks the answers
+    num_top_tokens: int = 0  # the most probable tokens to return for each position
+    return_alternatives: bool = False  # the num_hypotheses best tokens behind the prefix, each continued greedily
+    return_alignment: bool = False  # for each target token the source token that it comes from
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
             _check("max_new_tokens", self.max_new_tokens, 1, MAX_NEW_TOKENS_EVER)
-        _check("beam_size", self.beam_size, 1, 1024)
-        _check("num_hypotheses", self.num_hypotheses, 1, self.beam_size)
+        _check("min_new_tokens", self.min_new_tokens, 0, MAX_NEW_TOKENS_EVER)
+        if self.max_length_ratio is not None:
+            _check_above_0("max_length_ratio", self.max_length_ratio, 1000)
+        _check("beam_size", self.beam_size, 1, MAX_ROWS_EVER)
+        _check_above_0("patience", self.patience, 100)
+        _check("num_hypotheses", self.num_hypotheses, 1, MAX_ROWS_EVER)
         _check("length_penalty", self.length_penalty, -10.0, 10.0)
-        _check("temperature", self.temperature, 0.0, 100.0)
-        if self.beam_size != 1:
-            raise UnsupportedError(f"beam_size is {self.beam_size}; this server decodes greedily: use beam_size 1")
-        if self.temperature != 0.0:
-            raise UnsupportedError(f"temperature is {self.temperature}; this server does not sample: use temperature 0")
+        if self.temperature != 0:
+            _check("temperature", self.temperature, MIN_TEMPERATURE, 100.0, " (or 0 to draw nothing)")
+        _check("top_k", self.top_k, 0, MAX_NEW_TOKENS_EVER)
+        _check_above_0("top_p", self.top_p, 1)
+        _check("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            _check("seed", self.seed, 0, 2**64 - 1)
+        _check_above_0("repetition_penalty", self.repetition_penalty, 100)
+        _check("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_NEW_TOKENS_EVER)
+        _check("num_top_tokens", self.num_top_tokens, 0, MAX_TOP_TOKENS)
+        self._check_texts()
+        self._check_contradictions()
+
+    def _check_texts(self) -> None:
+        for name in ("suppress_tokens", "suppress_sequences", "stop"):
+            if not isinstance(value := getattr(self, name), tuple):
+                raise InvalidRequestError(f"{name} is {value!r:.100}; it must be a tuple")
+        for index, names in enumerate(self.suppress_sequences):
+            if not isinstance(names, tuple):
+                raise InvalidRequestError(f"suppress_sequences[{index}] is {names!r:.100}; it must be a tuple")
+            _check_count(f"suppress_sequences[{index}]", "tokens", names, 1, MAX_SUPPRESSED_SEQUENCE_TOKENS)
+        _check_count("suppress_tokens", "tokens", self.suppress_tokens, 0, MAX_SUPPRESSED_TOKENS)
+        _check_count("suppress_sequences", "sequences", self.suppress_sequences, 0, MAX_SUPPRESSED_SEQUENCES)
+        _check_count("stop", "texts", self.stop, 0, MAX_STOP_STRINGS)
+        for index, text in enumerate(self.stop):
+            _check_count(f"stop[{index}]", "characters", text, 1, MAX_STOP_CHARACTERS)
+
+    def _check_contradictions(self) -> None:
+        draws = self.temperature > 0
+        if self.max_new_tokens is not None:
+            _check("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens, ", which is max_new_tokens")
+        if self.beam_size > 1 and draws:
+            raise InvalidRequestError(
+                f"beam_size is {self.beam_size} and temperature is {self.temperature}; beam search draws nothing: "
+                "choose one"
+            )
+        if self.return_alternatives and (draws or self.beam_size > 1):
+            raise InvalidRequestError(
+                f"return_alternatives is set, beam_size is {self.beam_size} and temperature is {self.temperature}; "
+                "alternatives are continued greedily: leave the others unset"
+            )
+        if self.beam_size == 1 and self.patience != 1:
+            raise InvalidRequestError(f"patience is {self.patience} and beam_size is 1; patience needs a beam search")
+        if not draws and not self.return_alternatives:
+            _check("num_hypotheses", self.num_hypotheses, 1, self.beam_size, ", which is beam_size")
+            most = math.floor(self.beam_size * self.patience + 0.5)
+            _check("num_hypotheses", self.num_hypotheses, 1, most, ", which is beam_size x patience")
+        if not draws:
+            for name, unset in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("seed", None)):
+                if (value := getattr(self, name)) != unset:
+                    raise InvalidRequestError(f"{name} is {value} and temperature is 0; {name} needs one above 0")
 
 
-def _check(name: str, value: float, low: float, high: float) -> None:
-    if not math.isfinite(value) or not low <= value <= high:  # written so that NaN fails
-        raise InvalidRequestError(f"{name} is {value}; it must be from {low} to {high}")
+def _check(name: str, value: float, low: float, high: float, why: str = "") -> None:
+    if not low <= value <= high:  # written so that NaN fails
+        raise InvalidRequestError(f"{name} is {value}; it must be from {low} to {high}{why}")
+
+
+def _check_above_0(name: str, value: float, high: float) -> None:
+    if not 0 < value <= high:  # written so that NaN fails
+        raise InvalidRequestError(f"{name} is {value}; it must be above 0 and at most {high}")
+
+
+def _check_count(name: str, what: str, value: Sequence[object], low: int, high: int) -> None:
+    if not low <= len(value) <= high:
+        raise InvalidRequestError(f"{name} has {len(value)} {what}; it must have from {low} to {high}")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """How tokens are chosen: the best at each step, by beam search, or by chance (``temperature`` above 0)."""
+
+    beam_size: int = 1
+    patience: float = 1.0  # beam search ends with beam_size x patience finished hypotheses (Kasai et al. 2022)
+    num_hypotheses: int = 1  # to return; when drawn by chance, or as alternatives, each has a row of its own
+    length_penalty: float = 1.0  # exponent of the length that divides a beam's score
+    temperature: float = 0.0
+    top_k: int = 0  # draw among so many of the most probable; 0: all
+    top_p: float = 1.0  # ... among the fewest whose mass reaches this
+    min_p: float = 0.0  # ... among those of at least this share of the best one's probability
+    seed: int = 0
+    alternatives: bool = False  # the num_hypotheses best tokens behind the prefix, each continued greedily
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """What may come. All ids are the target side's; counts are of tokens behind the prefix."""
+
+    min_new_tokens: int = 0  # the end token may not come before
+    suppressed: TokenIds = ()
+    suppressed_sequences: tuple[TokenIds, ...] = ()
+    repetition_penalty: float = 1.0  # divides positive logits of what came before, multiplies negative ones
+    no_repeat_ngram_size: int = 0  # no sequence of so many tokens comes twice; 0: may
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +187,17 @@ class GenerationRequest:
     """One source, tokenized, as the engine sees it."""
 
     source: TokenIds  # with the source template's start and end tokens; never empty
-    max_new_tokens: int  # resolved against the model's limit, 1 or more
+    max_new_tokens: int  # behind the prefix; resolved against the model's limit, 1 or more
     return_scores: bool = False
     deadline: float | None = None  # on time.monotonic()'s clock
+    prefix: TokenIds = ()  # what every answer begins with; not scored
+    search: SearchOptions = SearchOptions()
+    steering: Steering | None = None
+    num_top: int = 0  # the most probable tokens to return for each position
+    stop_at_loops: bool = False  # end a hypothesis that repeats itself, with the finish reason ``repetition``
+    score_prefix: bool = False  # the prefix is the whole answer: force and score it, the end token included
+    priority: int = 0  # the higher goes first
+    caller: str = ""  # whom the request is for: callers share the slots evenly
 
     def __post_init__(self) -> None:
         # Attention over nothing is NaN on one provider and finite on another: no row ever has length 0.
@@ -90,10 +212,11 @@ class GenerationRequest:
 class HypothesisResult:
     """One finished answer. ``tokens`` are without the end token; ``token_scores``, if asked for, with it."""
 
-    tokens: TokenIds
+    tokens: TokenIds  # with the prefix
     finish_reason: FinishReason
-    score: float | None = None
-    token_scores: tuple[float, ...] | None = None
+    score: float | None = None  # what the search ranks by: in beam search, the sum divided by length ** length_penalty
+    token_scores: tuple[float, ...] | None = None  # of the tokens behind the prefix; their sum is the log-probability
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()  # for each of these, the most probable tokens, if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +266,22 @@ class Runner(Protocol):
         Raises OverloadedError, with every row unharmed, when its KV memory would exceed the budget.
         """
 
-    def admit(self, sources: Sequence[TokenIds], slots: Sequence[int]) -> None:
-        """Encode the sources (room is reserved) and install each in its slot, ready for the first ``decode``."""
+    def admit(
+        self, sources: Sequence[TokenIds], slots: Sequence[Sequence[int]], prefixes: Sequence[TokenIds] = ()
+    ) -> None:
+        """Encode the sources (room is reserved) and install each in its slots, ready for the first ``decode``.
+
+        ``prefixes``, if given, are what each one's answers begin with: tokens that may come whatever the runner thinks.
+        """
 
     def decode(self, tokens: IntArray) -> FloatArray:
         """One step: tokens (R,) appended to rows 0..R-1 give logits (R, V), valid and writable until the next call."""
 
     def move(self, source_slot: int, target_slot: int) -> None:
         """Copy a row's whole state over another row."""
+
+    def fork(self, source_slot: int, target_slot: int) -> None:
+        """Copy a row's target prefix over another row of the same source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,4 +327,5 @@ class EngineSnapshot:
     slots_used: int
     slots_total: int
     kv_cache_bytes: int
+    num_callers_waiting: int = 0
     failure: DragomanError | None = None  # why the engine is dead

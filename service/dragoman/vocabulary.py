@@ -15,6 +15,7 @@ it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,7 @@ BYTE_TOKENS: Final = tuple(f"<0x{byte:02X}>" for byte in range(256))
 UNITS: Final = ("character", "piece")
 
 _BLANK_MARK: Final = "\u2581"
+_PIECE: Final = re.compile("[^ ]+")
 
 Piece = str | bytes | None
 """What a token stands for: a text, one byte of a character's UTF-8, or nothing (special tokens)."""
@@ -71,6 +73,13 @@ class Vocabulary(Protocol):
         """The text's ids, none of them a special one, but for UNK_ID where the policy is to refuse.
 
         Raises UnicodeEncodeError for a lone surrogate, or gives UNK_ID for it.
+        """
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Of each id of ``encode``, the characters of the text that it stands for: their first, and their end.
+
+        Blanks do not count: the span of a token that stands for nothing else is empty. The byte tokens of a character
+        all have its span; where a rule changed the text first, so may the tokens of what it made of a character.
         """
 
     def unknown_units(self, text: str) -> list[str]:
@@ -137,6 +146,16 @@ class PlainVocabulary:
             ids += [self._bytes[byte] for byte in character.encode("utf-8")] if known is None else [known]
         return ids
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        if self.unit == "piece":
+            return [match.span() for match in _PIECE.finditer(text)]
+        by_bytes = self.unknown_policy == "byte_fallback"
+        return [
+            (position, position + 1)
+            for position, character in enumerate(text)
+            for _ in range(len(character.encode("utf-8")) if by_bytes and character not in self._ids else 1)
+        ]
+
     def unknown_units(self, text: str) -> list[str]:
         return list(dict.fromkeys(unit for unit in self._split(text) if unit not in self._ids))
 
@@ -199,6 +218,18 @@ class SentencePieceVocabulary:
         # The library's own conversion of a text with a lone surrogate fails without saying why.
         ids: list[int] = self._processor.encode(text.encode("utf-8"))
         return ids
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        found = self._processor.encode(text, return_type="offset_mapping")
+        spans: list[tuple[int, int]] = []
+        following = (0, 0)
+        # Backwards: the library gives a character's place to the last of its bytes, and an empty one to the others.
+        for index, (start, end) in zip(reversed(found["ids"]), reversed(found["offsets"]), strict=True):
+            if start == end == following[0] and isinstance(self.pieces[index], bytes):
+                end = following[1]
+            following = end - len(text[start:end].lstrip()), end
+            spans.append(following)
+        return spans[::-1]
 
     def unknown_units(self, text: str) -> list[str]:
         found = self._processor.encode(text, return_type="offset_mapping")

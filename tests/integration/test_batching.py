@@ -1,4 +1,7 @@
-"""The promise of the engine on the real embedded model: an answer does not depend on who shares the batch."""
+"""The promise of the engine on the real embedded model: an answer does not depend on who shares the batch.
+
+The model is int8: answers are equal to the last bit of every score. (fp32: see test_export.py.)
+"""
 
 import asyncio
 import random
@@ -12,10 +15,17 @@ from dragoman.engine.replica import generate_all
 from dragoman.engine.runner import OrtModel, OrtRunner
 from dragoman.errors import RequestCancelledError
 from dragoman.served_model import load_tokenizers, token_rules
-from dragoman.types import GenerationRequest
+from dragoman.types import GenerationRequest, SearchOptions, Steering
 
-TIE = 1e-4
 KV_BYTES = 1 << 28
+
+
+SEARCHES = [
+    SearchOptions(beam_size=4, num_hypotheses=3),
+    SearchOptions(beam_size=2, length_penalty=0.0),
+    SearchOptions(temperature=0.7, top_p=0.9, seed=3, num_hypotheses=2),
+    SearchOptions(num_hypotheses=4, alternatives=True),
+]
 
 
 class G2p:
@@ -28,15 +38,22 @@ class G2p:
         self.tokenizer, _ = load_tokenizers(self.bundle)
 
     def request(self, word):
-        return GenerationRequest(self.tokenizer.encode(word), 64, return_scores=True)
+        """Greedy for every other word; for the others something else, always the same."""
+        rng = random.Random(word)
+        search = rng.choice([SearchOptions()] * len(SEARCHES) + SEARCHES)
+        steering = rng.choice([None, None, Steering(min_new_tokens=3, repetition_penalty=1.2, no_repeat_ngram_size=2)])
+        prefix = tuple(rng.choices(range(4, 43), k=rng.choice([0, 0, 0, 2])))
+        return GenerationRequest(
+            self.tokenizer.encode(word), 60, return_scores=True, search=search, steering=steering, prefix=prefix
+        )
 
     def runner(self, num_slots):
         return OrtRunner(self.model, num_slots, KV_BYTES)
 
     def alone(self, words):
-        """Each word by itself: one slot, one word at a time."""
-        runner = self.runner(1)
-        return [generate_all(runner, self.rules, [self.request(w)], EngineConfig())[0].hypotheses[0] for w in words]
+        """Each word by itself, one at a time."""
+        runner = self.runner(4)
+        return [generate_all(runner, self.rules, [self.request(w)], EngineConfig())[0].hypotheses for w in words]
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +69,6 @@ def made_up_words(count, longest, seed):
     while len(words) < count:
         words.append("".join(rng.choices(syllables, k=rng.randint(1, 12)))[: rng.randint(1, longest)])
     return words
-
-
-def assert_same(actual, expected, where):
-    """Equal tokens and scores; a difference is allowed only where the two choices are as likely as each other."""
-    for step, (a, b) in enumerate(zip(actual.token_scores, expected.token_scores, strict=False)):
-        assert a == pytest.approx(b, abs=TIE), f"{where}: step {step}"
-        if actual.tokens[: step + 1] != expected.tokens[: step + 1]:
-            return  # a tie: the scores up to here, this one included, are equal
-    assert actual.tokens == expected.tokens, where
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -80,7 +88,7 @@ async def test_200_requests_with_random_cancels_equal_each_alone(g2p, num_replic
             async for update in stream:
                 seen += len(update.tokens)
                 if update.result is not None:
-                    return update.result.hypotheses[0]
+                    return update.result.hypotheses
                 if cancel_after is not None and seen >= cancel_after:
                     stream.cancel()
         except RequestCancelledError:
@@ -95,7 +103,7 @@ async def test_200_requests_with_random_cancels_equal_each_alone(g2p, num_replic
     survivors = [i for i, outcome in enumerate(outcomes) if outcome is not None]
     assert 100 < len(survivors) < 200
     for i in survivors:
-        assert_same(outcomes[i], expected[i], words[i])
+        assert outcomes[i] == expected[i], words[i]
 
 
 def test_batch_size_order_and_neighbours_change_nothing(g2p):
@@ -107,11 +115,11 @@ def test_batch_size_order_and_neighbours_change_nothing(g2p):
             requests = [g2p.request(words[i]) for i in order]
             outcomes = generate_all(g2p.runner(num_slots), g2p.rules, requests, EngineConfig())
             for i, outcome in zip(order, outcomes, strict=True):
-                assert_same(outcome.hypotheses[0], expected[i], f"{words[i]}, {num_slots} slots")
-    runner = g2p.runner(2)
+                assert outcome.hypotheses == expected[i], f"{words[i]}, {num_slots} slots"
+    runner = g2p.runner(8)
     for word, alone in zip(words, expected, strict=True):
         outcome, _ = generate_all(runner, g2p.rules, [g2p.request(word), g2p.request("a" * 63)], EngineConfig())
-        assert_same(outcome.hypotheses[0], alone, f"{word} beside the longest")
+        assert outcome.hypotheses == alone, f"{word} beside the longest"
 
 
 async def test_sources_of_unlike_length_that_arrive_at_any_step(g2p):
@@ -127,13 +135,13 @@ async def test_sources_of_unlike_length_that_arrive_at_any_step(g2p):
             await asyncio.sleep(0)
         async for update in engine.submit(g2p.request(word)):
             if update.result is not None:
-                return update.result.hypotheses[0]
+                return update.result.hypotheses
         raise AssertionError("a stream ends with its result")
 
     outcomes = await asyncio.gather(*map(one, words))
     await engine.close()
     for word, outcome, alone in zip(words, outcomes, expected, strict=True):
-        assert_same(outcome, alone, word)
+        assert outcome == alone, word
 
 
 def test_equal_runs_are_bit_equal(g2p):

@@ -97,7 +97,7 @@ def test_generate_in_process_and_through_a_server_agree(tmp_path):
     assert served.count(b"\n") == 4 and served.splitlines()[2].startswith(b" R EY S ")
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "decoder.cpu.fp32.onnx", "source.tokenizer.json"])
+@pytest.mark.parametrize("name", ["manifest.json", "decoder.cpu.int8.onnx", "source.tokenizer.json"])
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_a_damaged_bundle_is_never_served(tmp_path, name, damage):
     """The process does not start, and its message names the file."""

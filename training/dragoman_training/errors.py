@@ -4,6 +4,7 @@ TrainingError
 |- ConfigError        a configuration file or a combination of its values
 |- DataError          training, validation or test files
 |- CheckpointError    a run or checkpoint folder
+|- DecodingError      a search that may choose no token
 """
 
 from __future__ import annotations
@@ -23,3 +24,7 @@ class DataError(TrainingError):
 
 class CheckpointError(TrainingError):
     """A run or checkpoint folder that cannot be read, written or continued."""
+
+
+class DecodingError(TrainingError):
+    """A search that may choose no token: what is suppressed and required leaves nothing."""

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from dragoman_training.beam import BeamOptions, beam_search_all
 from dragoman_training.checkpoint import LoadedCheckpoint, load_model, read_json
 from dragoman_training.corpus import read_lines
 from dragoman_training.data import encode_source
-from dragoman_training.decode import BeamOptions, Hypothesis, beam_search_all, greedy_all
+from dragoman_training.decode import Hypothesis, greedy_all
 from dragoman_training.errors import CheckpointError, DataError
 from dragoman_training.tokenizer import PlainTokenizer, Tokenizer
 

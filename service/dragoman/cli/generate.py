@@ -3,9 +3,14 @@
 It runs the model here, without a server, unless --target names one. Only LF and CRLF end a line, and line ends are
 kept; blank lines come back unchanged. Input is read as it is needed, and many lines are in work at once.
 --model-info asks a server what it serves, and answers nothing.
+--alignment appends which source token each target token comes from: " ||| " and pairs like 0-0 1-2, source token first,
+both counted from 0. Of a TEXT of several lines, there is one such part a line.
+Options that contradict each other, or would have no effect together, are refused.
 
   dragoman generate giraffe
   dragoman generate < words.txt > answers.txt
+  dragoman generate --beam-size 4 --num-hypotheses 4 --return-scores --json giraffe
+  dragoman generate --temperature 0.8 --top-p 0.9 --seed 1 giraffe
   dragoman generate --target localhost:50051 --json giraffe
   dragoman generate --target localhost:50051 --model-info
 """
@@ -17,20 +22,19 @@ import asyncio
 import dataclasses
 import json
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, TextIO
 
 from dragoman import document
 from dragoman.cli import runtime
-from dragoman.cli.lines import answer_lines, lines_of_arguments, lines_of_file
-from dragoman.config import EngineConfig, ServerConfig
+from dragoman.cli.answerer import add_answerer_arguments, check_answerer, open_answerer
+from dragoman.cli.decoding import add_decoding_arguments, decoding_options, json_only
+from dragoman.cli.lines import answer_lines, lines_of_arguments, lines_of_file, with_alignment
 from dragoman.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:  # heavy
-    from dragoman.pipeline import TextResult, TextUpdate
+    from dragoman.answer import TextResult, TextUpdate
     from dragoman.types import DecodingOptions
 
 SUMMARY = "answer texts or lines, here or through a server"
@@ -40,10 +44,7 @@ EXTRA: str | None = "cpu"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("text", nargs="*", metavar="TEXT", help="a text to answer; without one, lines from stdin")
-    parser.add_argument("--bundle", type=Path, metavar="DIR", help="the model to run here: a folder of dragoman export")
-    parser.add_argument("--model", metavar="NAME", help=f"{runtime.model_help()}; with --target, the served model")
-    parser.add_argument("--target", metavar="HOST:PORT", help="ask this server instead of running a model here")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="decoding steps (default: the model's limit)")
+    add_answerer_arguments(parser)
     parser.add_argument(
         "--json", action="store_true", help="print each answer as a JSON object with all there is to know"
     )
@@ -59,18 +60,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="stop",
         help="at a line that is refused: stop there, or print an empty line for it (default: stop)",
     )
+    add_decoding_arguments(parser)
     runtime.add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 1 if a line was refused."""
-    from dragoman.types import DecodingOptions
-
-    options = DecodingOptions(max_new_tokens=args.max_new_tokens)
-    if args.stream and (len(args.text) != 1 or args.json):
-        raise ConfigError("--stream needs exactly one TEXT and no --json")
-    if args.target is not None and args.bundle is not None:
-        raise ConfigError("--bundle and --target were both given: a server chooses its own bundle")
+    options = decoding_options(args)
+    if args.stream and (len(args.text) != 1 or args.json or args.return_alignment):
+        raise ConfigError("--stream needs exactly one TEXT and neither --json nor --alignment")
+    if not args.json and (flags := json_only(options)):
+        raise ConfigError(f"{', '.join(flags)} was given without --json: a line of text has no place for what it gives")
+    check_answerer(args)
     if args.model_info:
         if args.target is None or args.text:
             raise ConfigError("--model-info needs --target and no TEXT; of a bundle, dragoman inspect tells all")
@@ -79,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace, options: DecodingOptions) -> int:
-    async with _served(args) if args.target is not None else _in_process(args) as generator:
+    async with open_answerer(args) as answerer:
         if args.stream:
             try:
-                return await print_stream(args.text[0], generator.stream(args.text[0], options), sys.stdout)
+                return await print_stream(args.text[0], answerer.stream(args.text[0], options), sys.stdout)
             except RequestError as error:  # the text was refused: as without --stream
                 print(f"dragoman generate: text 1: {error}", file=sys.stderr)
                 return 1
@@ -91,9 +92,9 @@ async def _run(args: argparse.Namespace, options: DecodingOptions) -> int:
         lines = lines_of_arguments(args.text) if args.text else lines_of_file(stdin)
         return await answer_lines(
             lines,
-            lambda text: generator.generate(text, options),
+            lambda text: answerer.generate(text, options),
             sys.stdout.buffer,
-            as_json=args.json,
+            show=None if args.json else with_alignment if args.return_alignment else lambda result: result.text,
             stop=args.on_error == "stop",
         )
 
@@ -107,42 +108,9 @@ async def _print_model_info(args: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Generator:
-    """Whoever answers: a model here, or a server."""
-
-    generate: Callable[[str, DecodingOptions], Awaitable[TextResult]]
-    stream: Callable[[str, DecodingOptions], AsyncGenerator[TextUpdate | TextResult]]
-
-
-@asynccontextmanager
-async def _in_process(args: argparse.Namespace) -> AsyncIterator[_Generator]:
-    runtime.check_runtime()
-    from dragoman.pipeline import TextLimits
-    from dragoman.served_model import ServedModel
-
-    server = ServerConfig()
-    engine = runtime.settings(EngineConfig, args)
-    limits = TextLimits(server.max_text_bytes, server.max_segments)
-    model = ServedModel.load(runtime.bundle_path(args.bundle, args.model), engine, limits)
-    model.start()
-    try:
-        yield _Generator(model.pipeline.generate, model.pipeline.stream)
-    finally:
-        await model.close()
-
-
-@asynccontextmanager
-async def _served(args: argparse.Namespace) -> AsyncIterator[_Generator]:
-    from dragoman.client import AsyncClient
-
-    async with AsyncClient(args.target, model=args.model or "") as client:
-        yield _Generator(client.generate, client.stream)
-
-
 async def print_stream(text: str, items: AsyncGenerator[TextUpdate | TextResult], out: TextIO) -> int:
     """Write the answer to one text as it comes, in the text's layout: pieces wait for the segments before theirs."""
-    from dragoman.pipeline import TextResult
+    from dragoman.answer import TextResult
 
     segments = document.split(text)
     pieces: list[list[str]] = [[] for _ in segments]

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _replay(path: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
-    """Load the model as a server would, for each graph set of the CPU: what failed, and whose golden set held."""
+    """Load the model as a server would, for each graph set of the CPU and the shortlist: what failed, and what held."""
     runtime.check_runtime()
     from dragoman.pipeline import TextLimits
     from dragoman.served_model import ServedModel
@@ -76,13 +76,14 @@ def _replay(path: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
     server = ServerConfig()
     limits = TextLimits(server.max_text_bytes, server.max_segments)
     problems, replayed = [], []
-    for graphs in manifest.graphs:
-        if graphs.provider != "cpu":
-            continue
+    served = [(graphs.precision, False) for graphs in manifest.graphs if graphs.provider == "cpu"]
+    if manifest.shortlist is not None:
+        served.append((manifest.shortlist.precision, True))
+    for precision, shortlist in served:
         try:
-            ServedModel.load(path, EngineConfig(num_slots=8), limits, precision=graphs.precision)
+            ServedModel.load(path, EngineConfig(num_slots=8), limits, precision=precision, shortlist=shortlist)
         except BundleError as error:
             problems.append(str(error))
         else:
-            replayed.append(f"{graphs.provider}/{graphs.precision}")
+            replayed.append(f"cpu/{precision}{' with the shortlist' if shortlist else ''}")
     return problems, replayed

@@ -11,15 +11,20 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar
 
 from dragoman.errors import ConfigError, InvalidRequestError, OverloadedError, RowError, SourceTooLongError
 
 if TYPE_CHECKING:  # heavy
-    from dragoman.pipeline import TextResult
+    from dragoman.answer import TextResult, TextScore
+
+A = TypeVar("A", "TextResult", "TextScore")
 
 _WINDOW: Final = 128
 """Lines in work at once: enough to fill an engine, and a bound on what is held in memory."""
+
+ALIGNMENT_MARK: Final = " ||| "
+"""Between an answer and its alignment, as Marian has it (https://marian-nmt.github.io/docs)."""
 
 _LINE_ERRORS: Final = (InvalidRequestError, SourceTooLongError, OverloadedError, RowError)
 """What can be wrong with one line; anything else, such as a wrong model or a dead engine, is wrong with all of them."""
@@ -96,18 +101,21 @@ async def _read_lines(file: BinaryIO) -> AsyncGenerator[bytes]:
 
 async def answer_lines(
     lines: AsyncGenerator[Line],
-    generate: Callable[[str], Awaitable[TextResult]],
+    answer: Callable[[str], Awaitable[A]],
     out: BinaryIO,
     *,
-    as_json: bool,
+    show: Callable[[A], str] | None,
     stop: bool,
+    command: str = "generate",
 ) -> int:
     """Answer lines, many at once, and write the answers in order. Returns the exit status.
+
+    ``show`` says what to write of an answer; None: all there is to know, as JSON.
 
     A line that is refused is told on stderr; the job then stops, or goes on with an empty answer. Other errors are
     raised.
     """
-    work: asyncio.Queue[tuple[Line, asyncio.Task[TextResult]] | None] = asyncio.Queue()
+    work: asyncio.Queue[tuple[Line, asyncio.Task[A]] | None] = asyncio.Queue()
     window = asyncio.Semaphore(_WINDOW)
 
     async def read() -> None:
@@ -115,7 +123,7 @@ async def answer_lines(
             async with aclosing(lines):
                 async for line in lines:
                     await window.acquire()
-                    work.put_nowait((line, asyncio.create_task(_answer(line, generate))))
+                    work.put_nowait((line, asyncio.create_task(_answer(line, answer))))
         finally:
             work.put_nowait(None)
 
@@ -126,14 +134,14 @@ async def answer_lines(
             line, task = item
             try:
                 result = await task
-                answer = _json(dataclasses.asdict(result)) if as_json else result.text
+                written = _json(dataclasses.asdict(result)) if show is None else show(result)
             except _LINE_ERRORS as error:
                 status = 1
-                print(f"dragoman generate: {line.name}: {error}", file=sys.stderr)
+                print(f"dragoman {command}: {line.name}: {error}", file=sys.stderr)
                 if stop:
                     return status
-                answer = _json({"error": {"code": error.code, "message": str(error)}}) if as_json else ""
-            out.write(answer.encode("utf-8") + line.end)
+                written = _json({"error": {"code": error.code, "message": str(error)}}) if show is None else ""
+            out.write(written.encode("utf-8") + line.end)
             window.release()
             if work.empty():
                 out.flush()
@@ -150,15 +158,24 @@ async def answer_lines(
         out.flush()
 
 
-async def _answer(line: Line, generate: Callable[[str], Awaitable[TextResult]]) -> TextResult:
+def with_alignment(result: TextResult) -> str:
+    """The answer, and ``0-0 1-2`` for each segment: source and target token, as word aligners write pairs."""
+    alignments = [
+        " ".join(f"{point.source_token}-{point.target_token}" for point in segment.hypotheses[0].alignment)
+        for segment in result.segments
+    ]
+    return ALIGNMENT_MARK.join([result.text, *alignments])
+
+
+async def _answer(line: Line, answer: Callable[[str], Awaitable[A]]) -> A:
     if isinstance(line.text, InvalidRequestError):
         raise line.text
     for _ in range(_OVERLOAD_TRIES):
         try:
-            return await generate(line.text)
+            return await answer(line.text)
         except OverloadedError as error:  # a job can wait for its turn
             await asyncio.sleep(error.retry_after_seconds)
-    return await generate(line.text)
+    return await answer(line.text)
 
 
 def _json(value: object) -> str:

@@ -29,7 +29,16 @@ _ENGINE_FLAGS: Final = {
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The settings of ``EngineConfig`` as options."""
+    """The settings of ``EngineConfig`` as options, and which of a bundle's graphs to run."""
+    parser.add_argument(
+        "--precision", metavar="NAME", help="the graphs to run, of those that the bundle has (default: its first)"
+    )
+    parser.add_argument(
+        "--shortlist",
+        action="store_true",
+        help="make answers of the candidates that the bundle's shortlist has for their sources: faster, where the "
+        "vocabulary is large; the model must have been exported with --shortlist",
+    )
     add_settings(parser.add_argument_group("engine"), EngineConfig, _ENGINE_FLAGS)
 
 

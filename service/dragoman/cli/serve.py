@@ -78,8 +78,18 @@ def run(args: argparse.Namespace) -> int:
 
     metrics = ServerMetrics()
     listener = metrics.listener(load_manifest(path).name)
-    model = ServedModel.load(path, engine, TextLimits(config.max_text_bytes, config.max_segments), listener)
-    logger.info("loaded %s version %s from %s", model.name, model.version, path)
+    model = ServedModel.load(
+        path,
+        engine,
+        TextLimits(config.max_text_bytes, config.max_segments),
+        listener,
+        precision=args.precision,
+        shortlist=args.shortlist,
+    )
+    kind = model.graphs.precision if model.shortlist is None else f"{model.graphs.precision} with its shortlist"
+    logger.info("loaded %s version %s, %s, from %s", model.name, model.version, kind, path)
+    if not model.graphs.batch_invariant:
+        logger.warning("%s: answers may depend, in their last digits, on who shares the batch", model.graphs.precision)
 
     async def main() -> int:
         return await serve(Server([model], config, metrics), [model.name])

@@ -18,6 +18,7 @@ from collections.abc import Sequence as List
 from typing import Any
 
 from dragoman.config import EngineConfig
+from dragoman.engine.forecast import Forecast
 from dragoman.engine.queue import Queue
 from dragoman.engine.replica import Delivery, Replica, TokenRules
 from dragoman.engine.sequence import Sequence
@@ -70,6 +71,13 @@ class Stream:
         if self._outcome is None:
             self._engine._cancel(self._sequence)
 
+    def stop(self) -> None:
+        """End well at the next step: the text has what it was to end with. Any number of times, also after the end.
+
+        For a request of one row: other searches end by themselves.
+        """
+        self._sequence.stop()
+
     def _deliver(self, tokens: list[int], outcome: GenerationResult | DragomanError | None) -> None:
         self._tokens += tokens
         self._outcome = outcome
@@ -86,7 +94,9 @@ class Engine:
         self._config = config
         self._rules = rules
         self._listener = listener
-        self._queue = Queue(config.max_waiting, len(runners))
+        num_slots = min(runner.num_slots for runner in runners)
+        self._queue = Queue(config.max_waiting, len(runners), num_slots)
+        self._forecast = Forecast(num_slots * len(runners))
         self._replicas = [Replica(runner, self._queue, rules, config, listener) for runner in runners]
         self._threads = [ReplicaThread(self, replica, index) for index, replica in enumerate(self._replicas)]
         self._streams: dict[Sequence, Stream] = {}
@@ -106,16 +116,25 @@ class Engine:
         self._watchdog = self._loop.create_task(self._watch())
 
     @property
+    def num_slots(self) -> int:
+        """How many rows one request may take."""
+        return min(replica.scheduler.num_slots for replica in self._replicas)
+
+    @property
     def max_waiting(self) -> int:
         """How many requests may wait."""
         return self._config.max_waiting
 
-    def check_room(self, num_requests: int) -> None:
-        """Raises OverloadedError unless so many requests more may wait: worth asking before work is put into them."""
-        self._queue.check_room(num_requests)
+    def check_room(self, num_requests: int, caller: str = "") -> None:
+        """Raises OverloadedError unless so many more of this caller's may wait: worth asking before they are made."""
+        self._queue.check_room(num_requests, caller)
 
     def submit(self, request: GenerationRequest) -> Stream:
-        """Queue a request. Raises EngineDeadError, NotReadyError, DeadlineError or OverloadedError at once."""
+        """Queue a request.
+
+        Raises at once EngineDeadError, NotReadyError, DeadlineError, InvalidRequestError for more rows than there are,
+        OverloadedError, or TooLateError when, by what the requests of late took, it would be done after its deadline.
+        """
         if self._failure is not None:
             raise self._failure
         if self._loop is None or self._closing:
@@ -123,8 +142,10 @@ class Engine:
         now = time.monotonic()
         sequence = self._rules.sequence(request)
         try:
-            if request.deadline is not None and now >= request.deadline:
-                raise DeadlineError("the deadline had passed before the request was queued")
+            if request.deadline is not None:
+                if now >= request.deadline:
+                    raise DeadlineError("the deadline had passed before the request was queued")
+                self._forecast.check(request, self._queue.work_before(sequence), now)
             self._queue.put(sequence)
         except DragomanError as error:
             self._tell(sequence.stats(error.code, now))
@@ -138,6 +159,7 @@ class Engine:
         """The engine at this moment. Any thread."""
         return EngineSnapshot(
             num_waiting=self._queue.num_waiting,
+            num_callers_waiting=self._queue.num_callers,
             num_running=sum(r.scheduler.num_running for r in self._replicas),
             slots_used=sum(r.scheduler.num_rows for r in self._replicas),
             slots_total=sum(r.scheduler.num_slots for r in self._replicas),
@@ -168,7 +190,7 @@ class Engine:
 
     def _cancel(self, sequence: Sequence) -> None:
         sequence.cancel()
-        self._queue.cancelled()
+        self._queue.cancelled(sequence)
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
         """All that a step produced; on the event loop."""
@@ -177,6 +199,10 @@ class Engine:
             if stream is None:  # ended already, by a failure or a close
                 continue
             if delivery.stats is not None:
+                if delivery.stats.code == "ok":
+                    timing = delivery.stats.timing
+                    seconds = timing.total_seconds - timing.queue_seconds
+                    self._forecast.learn(delivery.sequence.request, seconds, time.monotonic())
                 self._tell(delivery.stats)
                 del self._streams[delivery.sequence]
             stream._deliver(delivery.tokens, delivery.outcome)

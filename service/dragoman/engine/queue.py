@@ -1,4 +1,16 @@
-"""The one queue of a model: bounded, first come first served, shared by all of its replicas.
+"""The one queue of a model, shared by all of its replicas: bounded, fair, and it starves nobody.
+
+- *Order*: the higher priority first, but for every fourth turn; within a priority, callers take turns by the work they
+  ask for; of one caller, first come first served (``order.py``, ``line.py``).
+- *Room*: when all places are taken, a caller that holds fewer than its even share of them gets a place of whoever holds
+  the most; that one's newest request ends with OverloadedError. So nobody can shut the others out.
+- *Several rows*: a sequence whose turn has come and that needs more rows than are free is set aside, one at a time, and
+  goes before all others as soon as a replica has the rows. Until then those behind it still pass, but only as many at a
+  time as leave its rows alone. So it waits no longer than the longest of the runs it found running, and only while it
+  waits for its rows, and does not leave enough of them, do the others wait for it.
+- *Steps*: what a replica takes before one decoding step is at most one encoder run of ``max_encode_tokens``, padding
+  included (a lone longer source still goes): that bounds how long admissions hold up the running rows. And as it takes
+  before every step, decoding never holds up admissions while rows are free.
 
 Thread-safe: the event loop puts, engine threads take. A sequence that is cancelled or whose deadline passes while it
 waits is handed out by ``sweep`` and never reaches a model.
@@ -6,13 +18,14 @@ waits is handed out by ``sweep`` and never reaches a model.
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import deque
 from typing import NamedTuple
 
+from dragoman.engine.deadlines import Deadlines
+from dragoman.engine.order import Order
 from dragoman.engine.sequence import Sequence, Status
-from dragoman.errors import OverloadedError, RequestError
+from dragoman.engine.work import expected_work
+from dragoman.errors import InvalidRequestError, OverloadedError, RequestError
 
 
 class Dropped(NamedTuple):
@@ -25,12 +38,20 @@ class Dropped(NamedTuple):
 class Queue:
     """Sequences that wait, and how many run, so that replicas share the work evenly."""
 
-    def __init__(self, max_waiting: int, num_replicas: int) -> None:
+    def __init__(self, max_waiting: int, num_replicas: int, num_slots: int) -> None:
+        """``num_slots``: rows of each replica."""
         self._max_waiting = max_waiting
         self._num_replicas = num_replicas
-        self._waiting: deque[Sequence] = deque()
+        self._num_slots = num_slots
+        self._waiting: set[Sequence] = set()
+        self._num_held: dict[str, int] = {}  # by caller: how many of those that wait are its own; never 0
+        self._order = Order()  # of all of them but the one that is set aside
+        self._aside: Sequence | None = None
+        self._passed: list[Sequence] = []  # taken since, and perhaps still running
+        self._deadlines = Deadlines()
+        self._cancelled: list[Sequence] = []  # for the next sweep to drop
+        self._displaced: list[Dropped] = []  # for the next sweep to hand out
         self._num_running = 0
-        self._sweep_at = math.inf  # the earliest moment at which a sweep can find something
         self._closed = False
         self._changed = threading.Condition()
 
@@ -38,26 +59,55 @@ class Queue:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def check_room(self, num_sequences: int) -> None:
-        """Raises OverloadedError when so many more would not fit into the queue."""
-        if len(self._waiting) + num_sequences > self._max_waiting:
+    @property
+    def num_callers(self) -> int:
+        """Callers of whom a sequence waits."""
+        return len(self._num_held)
+
+    def check_room(self, num_sequences: int, caller: str = "") -> None:
+        """Raises OverloadedError when so many more of this caller's would not fit into the queue."""
+        held = self._num_held.get(caller, 0)
+        share = self._max_waiting // (len(self._num_held) + (held == 0))
+        if len(self._waiting) + num_sequences > self._max_waiting and held + num_sequences > share:
             raise OverloadedError(
                 f"{len(self._waiting)} requests wait already, the limit is {self._max_waiting}: retry later"
             )
 
-    def put(self, sequence: Sequence) -> None:
-        """Append. Raises OverloadedError when ``max_waiting`` sequences wait already."""
+    def work_before(self, sequence: Sequence) -> int:
+        """How many row-steps are expected to go before a sequence that is not put yet, as things stand."""
+        if not self._waiting:
+            return 0
         with self._changed:
-            self.check_room(1)
-            self._waiting.append(sequence)
-            if sequence.request.deadline is not None:
-                self._sweep_at = min(self._sweep_at, sequence.request.deadline)
+            aside = 0 if self._aside is None else expected_work(self._aside)
+            return aside + self._order.work_before(sequence)
+
+    def put(self, sequence: Sequence) -> None:
+        """Append.
+
+        Raises OverloadedError when there is no room, InvalidRequestError when the sequence needs more rows than a
+        replica has.
+        """
+        num_rows = len(sequence.hypotheses)
+        if num_rows > self._num_slots:
+            raise InvalidRequestError(
+                f"the request needs {num_rows} rows (beam_size or num_hypotheses); this server decodes "
+                f"{self._num_slots} at a time: ask for fewer"
+            )
+        caller = sequence.request.caller
+        with self._changed:
+            self.check_room(1, caller)
+            if len(self._waiting) >= self._max_waiting:
+                self._displace()
+            self._waiting.add(sequence)
+            self._num_held[caller] = self._num_held.get(caller, 0) + 1
+            self._order.put(sequence)
+            self._deadlines.put(sequence, self._waiting)
             self._changed.notify()
 
     def wait(self) -> bool:
-        """Block until a sequence waits (True) or the queue is closed (False)."""
+        """Block until there is something to take or sweep (True) or the queue is closed (False)."""
         with self._changed:
-            while not self._waiting and not self._closed:
+            while not (self._waiting or self._displaced or self._closed):
                 self._changed.wait()
             return not self._closed
 
@@ -71,21 +121,24 @@ class Queue:
     def closed(self) -> bool:
         return self._closed
 
-    def cancelled(self) -> None:
-        """Some sequence, perhaps a waiting one, was cancelled: the next sweep must look."""
+    def cancelled(self, sequence: Sequence) -> None:
+        """This sequence was cancelled: if it waits here, the next sweep drops it."""
         with self._changed:
-            self._sweep_at = -math.inf
+            if sequence in self._waiting:
+                self._cancelled.append(sequence)
 
     def sweep(self, now: float) -> list[Dropped]:
-        """Remove and return the waiting sequences that are cancelled or past their deadline."""
-        if now < self._sweep_at:
+        """Remove and return the waiting sequences that are cancelled, past their deadline, or displaced by others."""
+        if now < self._deadlines.next and not self._cancelled and not self._displaced:
             return []
         with self._changed:
-            checked = [(sequence, sequence.interruption(now)) for sequence in self._waiting]
-            dropped = [Dropped(sequence, error) for sequence, error in checked if error is not None]
-            self._waiting = deque(sequence for sequence, error in checked if error is None)
-            deadlines = (s.request.deadline for s in self._waiting)
-            self._sweep_at = min((d for d in deadlines if d is not None), default=math.inf)
+            dropped, self._displaced = self._displaced, []
+            over, self._cancelled = self._cancelled + self._deadlines.passed(now), []
+            for sequence in over:
+                error = sequence.interruption(now)
+                if sequence in self._waiting and error is not None:
+                    self._remove(sequence)
+                    dropped.append(Dropped(sequence, error))
         for sequence, _ in dropped:
             sequence.status = Status.FINISHED
         return dropped
@@ -96,19 +149,18 @@ class Queue:
         ``num_running`` and ``num_free`` are the replica's own; it never takes more than its even share of all work.
         The taken sources, padded to the longest, stay within ``max_encode_tokens`` (a lone source may exceed it).
         """
-        if not self._waiting:
+        if not self._waiting or not num_free:
             return []
         taken: list[Sequence] = []
         longest = 0
         with self._changed:
             share = -(-(len(self._waiting) + self._num_running) // self._num_replicas)
-            while self._waiting and num_running + len(taken) < share:
-                sequence = self._waiting[0]
+            while (sequence := self._next(num_free, num_running + len(taken) < share)) is not None:
                 longest = max(longest, len(sequence.request.source))
-                over_budget = longest * (len(taken) + 1) > max_encode_tokens
-                if len(sequence.hypotheses) > num_free or (taken and over_budget):
+                if taken and longest * (len(taken) + 1) > max_encode_tokens:
                     break
-                taken.append(self._waiting.popleft())
+                self._admit(sequence)
+                taken.append(sequence)
                 num_free -= len(sequence.hypotheses)
             self._num_running += len(taken)
         return taken
@@ -117,3 +169,60 @@ class Queue:
         """So many taken sequences run no longer."""
         with self._changed:
             self._num_running -= count
+
+    def _next(self, num_free: int, within_share: bool) -> Sequence | None:
+        """The next one to admit where so many rows are free. One that does not fit may be set aside."""
+        # Its rows may come free at any replica: the one set aside does not ask for shares.
+        if self._aside is not None and len(self._aside.hypotheses) <= num_free:
+            return self._aside
+        if not (within_share and num_free and self._order):
+            return None
+        sequence = self._order.first()
+        num_rows = len(sequence.hypotheses)
+        if self._aside is not None:
+            return sequence if num_rows <= num_free and self._may_pass(num_rows, self._aside) else None
+        if num_rows <= num_free:
+            return sequence
+        self._aside = self._order.take()
+        return self._next(num_free, within_share)
+
+    def _may_pass(self, num_rows: int, aside: Sequence) -> bool:
+        """Whether all that pass the one set aside leave its rows alone, so many more included."""
+        self._passed = [sequence for sequence in self._passed if sequence.status is not Status.FINISHED]
+        num_passed = sum(len(sequence.hypotheses) for sequence in self._passed)
+        return num_passed + num_rows + len(aside.hypotheses) <= self._num_slots
+
+    def _admit(self, sequence: Sequence) -> None:
+        """It is what ``_next`` told."""
+        if sequence is self._aside:
+            self._aside, self._passed = None, []
+        else:
+            self._order.take()
+            if self._aside is not None:
+                self._passed.append(sequence)
+        self._forget(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """It leaves without having been admitted."""
+        if sequence is self._aside:
+            self._aside, self._passed = None, []
+        else:
+            self._order.remove(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        caller = sequence.request.caller
+        self._waiting.remove(sequence)
+        self._num_held[caller] -= 1
+        if not self._num_held[caller]:
+            del self._num_held[caller]
+
+    def _displace(self) -> None:
+        """Take a place from whoever holds the most: more than an even share, since another lacks one."""
+        sequence = self._order.newest(max(self._num_held, key=self._num_held.__getitem__))
+        self._remove(sequence)
+        error = OverloadedError(
+            f"{self._max_waiting} requests wait, which is the limit, most of them this caller's: the newest of these "
+            "made room for another caller's: retry later"
+        )
+        self._displaced.append(Dropped(sequence, error))

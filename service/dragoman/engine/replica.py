@@ -12,11 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from dragoman.config import EngineConfig
+from dragoman.engine.beam import BeamSearch
+from dragoman.engine.choice import Offers
 from dragoman.engine.queue import Dropped, Queue
 from dragoman.engine.scheduler import Scheduler
-from dragoman.engine.search import greedy
-from dragoman.engine.sequence import Hypothesis, Sequence
+from dragoman.engine.search import TokenSearch
+from dragoman.engine.sequence import Sequence
 from dragoman.engine.slots import Move
+from dragoman.engine.steering import steer
 from dragoman.errors import DragomanError, OverloadedError
 from dragoman.types import (
     GenerationRequest,
@@ -39,7 +42,8 @@ class TokenRules:
 
     def sequence(self, request: GenerationRequest) -> Sequence:
         """A request that arrives now."""
-        return Sequence(request, [Hypothesis(self.decoder_start)], arrived=time.monotonic())
+        search = BeamSearch if request.search.beam_size > 1 else TokenSearch
+        return Sequence(request, search(request, self.decoder_start, self.eos), arrived=time.monotonic())
 
 
 @dataclass(slots=True)
@@ -64,7 +68,8 @@ class Replica:
         listener: StatsListener | None = None,
     ) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(queue, runner.num_slots, config.max_encode_tokens, rules.eos)
+        self.scheduler = Scheduler(queue, runner.num_slots, config.max_encode_tokens)
+        self._rules = rules
         self._never_generated: IntArray = np.array(rules.never_generated, np.int64)
         self._listener = listener
         self._deliveries: list[Delivery] = []
@@ -74,6 +79,8 @@ class Replica:
         plan = self.scheduler.schedule(time.monotonic())
         for dropped in plan.dropped:
             self._end(dropped.sequence, dropped.error)
+        for sequence in plan.stopped:
+            self._end(sequence, sequence.result(time.monotonic()))
         self._move(plan.moves)
         if plan.admitted:
             self._encode(plan.admitted)
@@ -87,7 +94,8 @@ class Replica:
         rejected: list[Dropped] = []
         for sequence in admitted:
             try:
-                self.runner.reserve(len(sequence.request.source), sequence.request.max_new_tokens)
+                request = sequence.request
+                self.runner.reserve(len(request.source), len(request.prefix) + request.max_new_tokens)
                 installed.append(sequence)
             except OverloadedError as error:
                 rejected.append(Dropped(sequence, error))
@@ -98,8 +106,12 @@ class Replica:
         if not installed:
             return
         started = time.monotonic()
-        sources = [sequence.request.source for sequence in installed for _ in sequence.hypotheses]
-        self.runner.admit(sources, [h.slot for sequence in installed for h in sequence.hypotheses])
+        sources = [sequence.request.source for sequence in installed]
+        self.runner.admit(
+            sources,
+            [[row.slot for row in sequence.hypotheses] for sequence in installed],
+            [sequence.request.prefix for sequence in installed],
+        )
         ended = time.monotonic()
         for sequence in installed:
             sequence.encoded = ended
@@ -112,11 +124,15 @@ class Replica:
         started = time.monotonic()
         inputs = np.array(self.scheduler.inputs(), np.int64)  # (R,)
         logits = self.runner.decode(inputs)  # (R, V)
-        choice = greedy(logits, self._never_generated, self.scheduler.scored_rows())
-        ended = time.monotonic()
-        advances, moves = self.scheduler.update(choice.tokens.tolist(), choice.usable.tolist(), choice.scores, ended)
-        self._move(moves)
-        for advance in advances:
+        logits[:, self._never_generated] = -np.inf
+        for sequence, row in self.scheduler.steered():
+            assert sequence.request.steering is not None
+            steer(logits[row.slot], row.tokens, sequence.request, self._rules.eos)
+        update = self.scheduler.update(Offers(logits), ended := time.monotonic())
+        for fork in update.forks:
+            self.runner.fork(fork.source, fork.target)
+        self._move(update.moves)
+        for advance in update.advances:
             if advance.finished:
                 outcome = advance.error or advance.sequence.result(ended)
                 self._end(advance.sequence, outcome, advance.tokens)
@@ -146,7 +162,7 @@ def generate_all(
 
     Returns one outcome a request, in order. Deadlines count; ``config.max_waiting`` does not.
     """
-    queue = Queue(max_waiting=max(1, len(requests)), num_replicas=1)
+    queue = Queue(max_waiting=max(1, len(requests)), num_replicas=1, num_slots=runner.num_slots)
     replica = Replica(runner, queue, rules, config)
     sequences = [rules.sequence(request) for request in requests]
     for sequence in sequences:

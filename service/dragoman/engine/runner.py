@@ -7,7 +7,11 @@ Encoder graph: ``source`` (B, S) int64, ``source_lengths`` (B,) int32 -> per dec
 ``cross_value_i`` (B, H, S, Dh). Decoder graph: ``tokens`` (R,) int64, ``cached`` and ``source_lengths`` (R,) int32,
 ``target_capacity`` and ``source_capacity`` (1,) int32, per layer ``past_key_i``, ``past_value_i`` (R, H, C, Dh),
 ``cross_key_i``, ``cross_value_i`` (R, H, L, Dh) -> ``logits`` (R, V), ``present_key_i``, ``present_value_i``, which are
-bound to the same memory as the past. R rows are slots 0..R-1.
+bound to the same memory as the past. R rows are slots 0..R-1. Logits are fp32; caches and cross keys and values are
+fp32, or all float16.
+
+That of a shortlist takes the projection's columns, too: ``candidate_weights`` (D, K) uint8, ``candidate_scales`` (K,)
+and, where the model has one, ``candidate_bias`` (K,) fp32; its ``logits`` are (R, K).
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.bundle import Graph, GraphSet, ModelShape
+from dragoman.bundle import Graph, GraphSet, ModelShape, Shortlist
+from dragoman.engine.candidates import Candidates, read_arrays
 from dragoman.engine.kv import KvStore
+from dragoman.engine.projection import Columns, Projection
 from dragoman.errors import BundleError
 from dragoman.types import FloatArray, IntArray, TokenIds
 
@@ -39,15 +45,23 @@ class OrtModel:
     """The two sessions of a graph set. Sessions are thread-safe: replicas share them."""
 
     def __init__(
-        self, shape: ModelShape, graphs: GraphSet, content: Callable[[str], bytes], num_threads: int = 1
+        self,
+        shape: ModelShape,
+        graphs: GraphSet,
+        content: Callable[[str], bytes],
+        num_threads: int = 1,
+        shortlist: Shortlist | None = None,
     ) -> None:
-        """``content`` gives a declared file's bytes.
+        """``content`` gives a declared file's bytes. With a ``shortlist``, its decoder takes the place of the set's.
 
-        Raises BundleError when a graph does not load or its signature is not the declared one.
+        Raises BundleError when a file does not load or a signature is not the declared one.
         """
         self.shape = shape
-        self.encoder = _open(graphs.encoder, content(graphs.encoder.file), num_threads)
-        self.decoder = _open(graphs.decoder, content(graphs.decoder.file), num_threads)
+        self.shortlist = None if shortlist is None else _read_shortlist(shortlist, shape, content(shortlist.table))
+        decoder = graphs.decoder if shortlist is None else shortlist.decoder
+        self.cache_type = _cache_type(decoder)
+        self.encoder = open_graph(graphs.encoder, content(graphs.encoder.file), num_threads)
+        self.decoder = open_graph(decoder, content(decoder.file), num_threads)
 
 
 class OrtRunner:
@@ -55,12 +69,13 @@ class OrtRunner:
 
     def __init__(self, model: OrtModel, num_slots: int, max_kv_cache_bytes: int) -> None:
         self._model = model
-        self.kv = KvStore(model.shape, num_slots, max_kv_cache_bytes)
+        self.kv = KvStore(model.shape, num_slots, max_kv_cache_bytes, model.cache_type)
+        self._columns = None if model.shortlist is None else Columns(model.shortlist[1], num_slots)
         self._tokens: IntArray = np.zeros(num_slots, np.int64)
         self._logits: FloatArray = np.zeros((num_slots, model.shape.target_vocab_size), np.float32)
         self._capacities: dict[str, NDArray[np.int32]] = {}
         self._bindings: dict[int, Any] = {}  # by number of rows
-        self._bound_generation = -1
+        self._bound_generation = -1, -1  # of the KV state and of the columns
 
     @property
     def num_slots(self) -> int:
@@ -73,36 +88,55 @@ class OrtRunner:
     def reserve(self, num_source_tokens: int, max_new_tokens: int) -> None:
         self.kv.reserve(num_source_tokens, max_new_tokens)
 
-    def admit(self, sources: Sequence[TokenIds], slots: Sequence[int]) -> None:
+    def admit(
+        self, sources: Sequence[TokenIds], slots: Sequence[Sequence[int]], prefixes: Sequence[TokenIds] = ()
+    ) -> None:
         lengths = np.array([len(source) for source in sources], np.int32)  # (B,)
         batch = np.zeros((len(sources), int(lengths.max())), np.int64)  # (B, S)
         for row, source in enumerate(sources):
             batch[row, : len(source)] = source
         outputs = self._model.encoder.run(None, {"source": batch, "source_lengths": lengths})
         keys, values = outputs[0::2], outputs[1::2]  # per layer (B, H, S, Dh)
-        for row, slot in enumerate(slots):
-            self.kv.install(slot, [k[row] for k in keys], [v[row] for v in values], int(lengths[row]))
+        for row, own in enumerate(slots):
+            for slot in own:
+                self.kv.install(slot, [k[row] for k in keys], [v[row] for v in values], int(lengths[row]))
+        if self._columns is not None and self._model.shortlist is not None:
+            candidates, _ = self._model.shortlist
+            for source, own, prefix in zip(sources, slots, prefixes or [()] * len(sources), strict=True):
+                allowed = candidates.of(source, prefix)
+                for slot in own:
+                    self._columns.install(slot, allowed)
 
     def decode(self, tokens: IntArray) -> FloatArray:
         rows = len(tokens)
         self._tokens[:rows] = tokens
+        if self._columns is not None:
+            self._columns.keep(rows)
         self._model.decoder.run_with_iobinding(self._binding(rows))
         self.kv.cached[:rows] += 1
+        if self._columns is not None:
+            self._columns.spread(self._logits[:rows])
         return self._logits[:rows]
 
     def move(self, source_slot: int, target_slot: int) -> None:
         self.kv.move(source_slot, target_slot)
+        if self._columns is not None:
+            self._columns.move(source_slot, target_slot)
+
+    def fork(self, source_slot: int, target_slot: int) -> None:
+        self.kv.fork(source_slot, target_slot)
 
     def _binding(self, rows: int) -> Any:
-        """All inputs and outputs of a step over so many rows, bound once and kept until the KV arrays are replaced."""
-        kv = self.kv
-        if self._bound_generation != kv.generation:
+        """All inputs and outputs of a step over so many rows, bound once and kept until an array is replaced."""
+        kv, columns = self.kv, self._columns
+        generation = kv.generation, 0 if columns is None else columns.generation
+        if self._bound_generation != generation:
             self._bindings.clear()
             self._capacities = {
                 "target_capacity": np.array([kv.target_capacity], np.int32),
                 "source_capacity": np.array([kv.source_capacity], np.int32),
             }
-            self._bound_generation = kv.generation
+            self._bound_generation = generation
         if rows not in self._bindings:
             binding = self._model.decoder.io_binding()
             per_row: dict[str, NDArray[Any]] = {
@@ -115,10 +149,15 @@ class OrtRunner:
                 per_row[f"past_value_{layer}"] = kv.self_values[layer]
                 per_row[f"cross_key_{layer}"] = kv.cross_keys[layer]
                 per_row[f"cross_value_{layer}"] = kv.cross_values[layer]
-            for name, array in [*per_row.items(), *self._capacities.items()]:
-                shape = array.shape if name in self._capacities else (rows, *array.shape[1:])
+            common: dict[str, NDArray[Any]] = {**self._capacities}
+            if columns is not None:
+                common |= {"candidate_weights": columns.weights, "candidate_scales": columns.scales}
+                if columns.bias is not None:
+                    common["candidate_bias"] = columns.bias
+            for name, array in [*per_row.items(), *common.items()]:
+                shape = array.shape if name in common else (rows, *array.shape[1:])
                 binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
-            outputs: dict[str, NDArray[Any]] = {"logits": self._logits}
+            outputs: dict[str, NDArray[Any]] = {"logits": self._logits if columns is None else columns.logits}
             for layer in range(self._model.shape.decoder_layers):
                 outputs[f"present_key_{layer}"] = kv.self_keys[layer]
                 outputs[f"present_value_{layer}"] = kv.self_values[layer]
@@ -149,6 +188,8 @@ def _options(num_threads: int) -> ort.SessionOptions:
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    # On CPUs without VNNI, the products of u8 and s8 saturate unless told to be exact; elsewhere it changes nothing.
+    options.add_session_config_entry("session.x64quantprecision", "1")
     # The event loop shares the cores: a pool that spins between steps would steal its time.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
@@ -166,7 +207,8 @@ def _session(file: str, content: bytes, options: ort.SessionOptions) -> ort.Infe
         raise BundleError(f"{file}: ONNX Runtime cannot open it: {error}") from error
 
 
-def _open(graph: Graph, content: bytes, num_threads: int) -> ort.InferenceSession:
+def open_graph(graph: Graph, content: bytes, num_threads: int) -> ort.InferenceSession:
+    """A session of a graph. Raises BundleError when it does not load or its signature is not the declared one."""
     session = _session(graph.file, content, _options(num_threads))
     for kind, declared, actual in (
         ("input", graph.inputs, session.get_inputs()),
@@ -177,6 +219,26 @@ def _open(graph: Graph, content: bytes, num_threads: int) -> ort.InferenceSessio
         if expected != found:
             raise BundleError(f"{graph.file}: the manifest declares {kind}s {expected}, the graph has {found}")
     return session
+
+
+def _read_shortlist(shortlist: Shortlist, shape: ModelShape, content: bytes) -> tuple[Candidates, Projection]:
+    """What a shortlist's file holds. Raises BundleError naming it."""
+    has_bias = any(spec.name == "candidate_bias" for spec in shortlist.decoder.inputs)
+    try:
+        arrays = read_arrays(content)
+        return Candidates.checked(arrays, shape), Projection.checked(arrays, shape, has_bias=has_bias)
+    except BundleError as error:
+        raise BundleError(f"{shortlist.table}: {error}") from error
+
+
+def _cache_type(decoder: Graph) -> type[np.float32] | type[np.float16]:
+    """The element type that a decoder declares for its caches: one for all of them."""
+    declared = sorted({spec.dtype for spec in decoder.inputs if spec.name.startswith(("past_", "cross_"))})
+    if declared == ["float16"]:
+        return np.float16
+    if declared == ["float"]:
+        return np.float32
+    raise BundleError(f"{decoder.file}: caches are declared as {declared}; all must be float, or all float16")
 
 
 def _signature(arguments: Iterable[Any]) -> Iterable[tuple[str, str, tuple[int | str, ...]]]:

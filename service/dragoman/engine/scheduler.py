@@ -5,14 +5,14 @@ The engine calls ``schedule`` before a step and ``update`` after it; both say wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
+from dragoman.engine.choice import Offers
 from dragoman.engine.queue import Dropped, Queue
-from dragoman.engine.sequence import Hypothesis, Sequence, Status
+from dragoman.engine.search import Hypothesis
+from dragoman.engine.sequence import Sequence, Status
 from dragoman.engine.slots import Move, SlotTable
-from dragoman.errors import DragomanError, RowError
-from dragoman.types import FinishReason
+from dragoman.errors import RowError
 
 
 @dataclass(slots=True)
@@ -20,6 +20,7 @@ class Plan:
     """What happens before the next decoding step, in this order."""
 
     dropped: list[Dropped]  # ended without an answer: cancelled or expired
+    stopped: list[Sequence]  # ended with an answer, as they were asked to
     moves: list[Move]  # rows to copy, since rows were freed
     admitted: list[Sequence]  # to encode and install into their slots
 
@@ -29,21 +30,28 @@ class Advance:
     """What one decoding step did to one sequence: new tokens, an end, or an error."""
 
     sequence: Sequence
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
     finished: bool = False
-    error: DragomanError | None = None
+    error: RowError | None = None
+
+
+@dataclass(slots=True)
+class Update:
+    """What a step did to all sequences, and what has to be copied for it, in this order."""
+
+    advances: list[Advance] = field(default_factory=list)
+    forks: list[Move] = field(default_factory=list)  # of target prefixes alone
+    moves: list[Move] = field(default_factory=list)
 
 
 class Scheduler:
     """Owns the running sequences and the slot table of one replica."""
 
-    def __init__(self, queue: Queue, num_slots: int, max_encode_tokens: int, eos: int) -> None:
+    def __init__(self, queue: Queue, num_slots: int, max_encode_tokens: int) -> None:
         self._queue = queue
         self._max_encode_tokens = max_encode_tokens
-        self._eos = eos
         self._slots = SlotTable(num_slots)
         self._running: dict[Sequence, None] = {}  # in order of admission
-        self._sequence_of: dict[Hypothesis, Sequence] = {}
 
     @property
     def num_rows(self) -> int:
@@ -63,10 +71,15 @@ class Scheduler:
         """Drop what is cancelled or expired, then admit what waits, as far as slots and the encoder's budget go."""
         dropped = self._queue.sweep(now)
         moves: list[Move] = []
+        stopped: list[Sequence] = []
         for sequence in list(self._running):
             error = sequence.interruption(now)
             if error is not None:
                 dropped.append(Dropped(sequence, error))
+                moves += self._end(sequence)
+            elif sequence.stopped:
+                sequence.search.stop()
+                stopped.append(sequence)
                 moves += self._end(sequence)
         admitted = self._queue.take(self.num_running, self._slots.num_free, self._max_encode_tokens)
         for sequence in admitted:
@@ -75,8 +88,7 @@ class Scheduler:
             self._running[sequence] = None
             for hypothesis in sequence.hypotheses:
                 self._slots.take(hypothesis)
-                self._sequence_of[hypothesis] = sequence
-        return Plan(dropped, moves, admitted)
+        return Plan(dropped, stopped, moves, admitted)
 
     def reject(self, sequence: Sequence) -> list[Move]:
         """An admitted sequence could not be installed: free its slots."""
@@ -86,58 +98,47 @@ class Scheduler:
         """The token that each row feeds into the next step."""
         return [hypothesis.next_input for hypothesis in self._slots.rows]
 
-    def scored_rows(self) -> list[int]:
-        """Rows whose request wants scores."""
-        return [row for row, h in enumerate(self._slots.rows) if self._sequence_of[h].request.return_scores]
+    def steered(self) -> list[tuple[Sequence, Hypothesis]]:
+        """The rows that decide at the next step and whose request steers them."""
+        return [
+            (sequence, hypothesis)
+            for sequence in self._running
+            if sequence.request.steering is not None
+            for hypothesis in sequence.search.deciding()
+        ]
 
-    def update(
-        self, tokens: Rows[int], usable: Rows[bool], scores: dict[int, float], now: float
-    ) -> tuple[list[Advance], list[Move]]:
-        """Append each row's chosen token, end what is complete, free its slots.
-
-        tokens, usable: one a row; a row that is not usable had no finite logit. scores: by row, for the scored ones.
-        """
-        advances: list[Advance] = []
-        moves: list[Move] = []
-        for row, hypothesis in enumerate(list(self._slots.rows)):
-            sequence = self._sequence_of[hypothesis]
-            if not usable[row]:
-                error = RowError(
-                    f"the model gave no finite score after {len(hypothesis.tokens)} tokens of this request"
-                )
-                advances.append(Advance(sequence, finished=True, error=error))
-            else:
-                advances.append(self._append(sequence, hypothesis, tokens[row], scores.get(row), now))
-        for advance in advances:
+    def update(self, offers: Offers, now: float) -> Update:
+        """Let every search take its step, end what is complete, free slots. A request that cannot go on ends alone."""
+        update = Update()
+        released: list[Hypothesis] = []
+        for sequence in self._running:
+            if sequence.first_token is None:
+                sequence.first_token = now
+            try:
+                progress = sequence.search.advance(offers)
+            except RowError as error:
+                update.advances.append(Advance(sequence, [], finished=True, error=error))
+                continue
+            update.forks += [Move(origin.slot, row.slot) for origin, row in progress.forks]
+            released += progress.released
+            if progress.tokens or progress.finished:
+                update.advances.append(Advance(sequence, progress.tokens, progress.finished))
+        # Only now: until here, a row's number is its place in the step's logits.
+        for hypothesis in released:
+            update.moves += self._release(hypothesis)
+        for advance in update.advances:
             if advance.finished:
-                moves += self._end(advance.sequence)
-        return advances, moves
+                update.moves += self._end(advance.sequence)
+        return update
 
-    def _append(
-        self, sequence: Sequence, hypothesis: Hypothesis, token: int, score: float | None, now: float
-    ) -> Advance:
-        if sequence.first_token is None:
-            sequence.first_token = now
-        if score is not None:
-            hypothesis.token_scores.append(score)
-        if token == self._eos:
-            hypothesis.finish_reason = FinishReason.STOP
-            return Advance(sequence, finished=True)
-        hypothesis.tokens.append(token)
-        hypothesis.next_input = token
-        if len(hypothesis.tokens) >= sequence.request.max_new_tokens:
-            hypothesis.finish_reason = FinishReason.LENGTH
-            return Advance(sequence, [token], finished=True)
-        return Advance(sequence, [token])
+    def _release(self, hypothesis: Hypothesis) -> list[Move]:
+        move = self._slots.release(hypothesis)
+        return [] if move is None else [move]
 
     def _end(self, sequence: Sequence) -> list[Move]:
+        """What is left of its rows goes."""
         sequence.status = Status.FINISHED
         del self._running[sequence]
-        moves = []
-        for hypothesis in sequence.hypotheses:
-            del self._sequence_of[hypothesis]
-            move = self._slots.release(hypothesis)
-            if move is not None:
-                moves.append(move)
+        moves = [move for row in sequence.hypotheses if row.slot >= 0 for move in self._release(row)]
         self._queue.finished(1)
         return moves

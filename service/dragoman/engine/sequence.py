@@ -5,11 +5,12 @@ Owned by the queue while it waits and by one scheduler while it runs; only ``can
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
+from dragoman.engine.search import Hypothesis, Search
 from dragoman.errors import DeadlineError, RequestCancelledError, RequestError
-from dragoman.types import FinishReason, GenerationRequest, GenerationResult, HypothesisResult, RequestStats, Timing
+from dragoman.types import GenerationRequest, GenerationResult, RequestStats, Timing
 
 CLOCK_SLACK_SECONDS = 0.05
 """How much earlier than this process a caller's clock may say that a deadline has passed."""
@@ -24,35 +25,28 @@ class Status(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Hypothesis:
-    """One partial answer: a row of the decoding step. ``slot`` is -1 while it owns none."""
-
-    next_input: int  # the token that the next step feeds
-    tokens: list[int] = field(default_factory=list)  # without the end token
-    token_scores: list[float] = field(default_factory=list)  # with the end token's
-    slot: int = -1
-    finish_reason: FinishReason | None = None
-
-    def result(self, *, scored: bool) -> HypothesisResult:
-        """The finished answer."""
-        assert self.finish_reason is not None
-        scores = tuple(self.token_scores) if scored else None
-        return HypothesisResult(tuple(self.tokens), self.finish_reason, None if scores is None else sum(scores), scores)
-
-
-@dataclass(slots=True, eq=False)
 class Sequence:
-    """One request, its hypotheses, and when what happened (``time.monotonic`` seconds)."""
+    """One request, its search, and when what happened (``time.monotonic`` seconds)."""
 
     request: GenerationRequest
-    hypotheses: list[Hypothesis]
+    search: Search
     arrived: float
     status: Status = Status.WAITING
     cancelled: bool = False
+    stopped: bool = False
     admitted: float | None = None
     encoded: float | None = None
     first_token: float | None = None
     encode_seconds: float = 0.0
+
+    @property
+    def hypotheses(self) -> list[Hypothesis]:
+        """The rows: those that own slots while the sequence runs."""
+        return self.search.rows
+
+    def stop(self) -> None:
+        """Ask for a good end at the next step: the text has what it was to end with. Any thread, also after the end."""
+        self.stopped = True
 
     def cancel(self) -> None:
         """Ask for an end at the next step. Any thread, any number of times, also after the end."""
@@ -69,9 +63,8 @@ class Sequence:
         return RequestCancelledError("the request was cancelled") if self.cancelled else None
 
     def result(self, now: float) -> GenerationResult:
-        """The end of a sequence all of whose hypotheses are finished."""
-        hypotheses = tuple(h.result(scored=self.request.return_scores) for h in self.hypotheses)
-        return GenerationResult(hypotheses, len(self.request.source), self.timing(now))
+        """The end of a sequence whose search is finished."""
+        return GenerationResult(self.search.results(), len(self.request.source), self.timing(now))
 
     def timing(self, now: float) -> Timing:
         """Where the time went until ``now``."""
@@ -83,9 +76,9 @@ class Sequence:
         """What the listener is told at the end; ``code`` is "ok" or an error's code."""
         return RequestStats(
             code=code,
-            finish_reason=self.hypotheses[0].finish_reason if code == "ok" else None,
+            finish_reason=self.search.results()[0].finish_reason if code == "ok" else None,
             num_source_tokens=len(self.request.source),
-            num_generated_tokens=sum(len(h.tokens) for h in self.hypotheses),
+            num_generated_tokens=self.search.num_tokens(),
             timing=self.timing(now),
             time_to_first_token_seconds=None if self.first_token is None else self.first_token - self.arrived,
             expired_in_queue=code == DeadlineError.code and self.admitted is None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dragoman.engine.sequence import Hypothesis
+from dragoman.engine.search import Hypothesis
 
 
 class Move(NamedTuple):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from dragoman.answer import TextUpdate
 from dragoman.bundle import TokenizerEntry
 from dragoman.config import ServerConfig
 from dragoman.errors import (
@@ -21,7 +22,7 @@ from dragoman.errors import (
     UnsupportedError,
 )
 from dragoman.metrics import OTHER, ServerMetrics
-from dragoman.pipeline import TextUpdate
+from dragoman.resolver import Terms
 from dragoman.served_model import ServedModel
 from dragoman.servicers import wire
 from dragoman.servicers.rpc import Call, Method
@@ -57,7 +58,7 @@ class ModelTable:
 
 
 class GenerationServicer:
-    """The service's four methods."""
+    """The service's methods."""
 
     def __init__(self, models: Sequence[ServedModel], config: ServerConfig, metrics: ServerMetrics) -> None:
         """Raises ConfigError and BundleError for models that cannot be served together or described."""
@@ -72,6 +73,7 @@ class GenerationServicer:
             Method(SERVICE, "Generate", pb.GenerateRequest, self._generate, generates=True),
             Method(SERVICE, "StreamGenerate", pb.GenerateRequest, self._stream, stream_reply=True, generates=True),
             Method(SERVICE, "BatchGenerate", pb.BatchGenerateRequest, self._batch, generates=True),
+            Method(SERVICE, "Score", pb.ScoreRequest, self._score, generates=True),
             Method(SERVICE, "GetModel", pb.GetModelRequest, self._get_model),
         )
 
@@ -116,6 +118,13 @@ class GenerationServicer:
         finally:
             window.release()
 
+    async def _score(self, request: pb.ScoreRequest, call: Call) -> AsyncGenerator[pb.ScoreResponse]:
+        with self._counted(request, call) as model:
+            terms = Terms(call.deadline, request.priority, call.caller)
+            score = await model.pipeline.score(request.text, request.target, terms)
+            response = wire.score_to_wire(score, model=model.name, version=model.version, request_id=request.request_id)
+        yield response
+
     async def _get_model(self, request: pb.GetModelRequest, call: Call) -> AsyncGenerator[pb.GetModelResponse]:
         yield self._descriptions[self._table.find(request.model, request.version)]
 
@@ -131,17 +140,13 @@ class GenerationServicer:
     async def _answer(
         self, request: pb.GenerateRequest, call: Call
     ) -> AsyncGenerator[TextUpdate | pb.GenerateResponse]:
-        """The one path of a text, however it came. The whole answer is the last item. Counts the outcome, once."""
-        started = time.monotonic()
-        model_label, code = OTHER, "internal"
-        try:
-            model = self._table.find(request.model, request.version)
-            model_label = model.name
-            wire.check_request_id(request.request_id)
+        """The one path of a text, however it came. The whole answer is the last item."""
+        with self._counted(request, call) as model:
             if request.target_language:
                 raise UnsupportedError(f"model {model.name} answers in one language: leave target_language empty")
+            terms = Terms(call.deadline, request.priority, call.caller)
             options = wire.options_from_wire(request.options)
-            async with aclosing(model.pipeline.stream(request.text, options, call.deadline)) as items:
+            async with aclosing(model.pipeline.stream(request.text, options, terms)) as items:
                 async for item in items:
                     if isinstance(item, TextUpdate):
                         yield item
@@ -149,6 +154,17 @@ class GenerationServicer:
                         yield wire.result_to_wire(
                             item, model=model.name, version=model.version, request_id=request.request_id
                         )
+
+    @contextmanager
+    def _counted(self, request: pb.GenerateRequest | pb.ScoreRequest, call: Call) -> Generator[ServedModel]:
+        """The request's model, to work with. Counts the outcome, once, whatever it is."""
+        started = time.monotonic()
+        model_label, code = OTHER, "internal"
+        try:
+            model = self._table.find(request.model, request.version)
+            model_label = model.name
+            wire.check_request_id(request.request_id)
+            yield model
             code = "ok"
         except DragomanError as error:
             code = error.code
@@ -190,9 +206,11 @@ def _describe(model: ServedModel, config: ServerConfig) -> pb.GetModelResponse:
             source_vocab_size=shape.source_vocab_size,
             target_vocab_size=shape.target_vocab_size,
         ),
-        quality={name: str(value) for name, value in manifest.quality.items()},
+        quality={name: str(value) for name, value in (manifest.quality | model.graphs.quality).items()},
         source_tokenizer=_describe_tokenizer(manifest.tokenizers.source),
         target_tokenizer=_describe_tokenizer(manifest.tokenizers.target),
+        batch_invariant=model.graphs.batch_invariant,
+        alignment=manifest.alignment is not None,
     )
 
 

@@ -33,6 +33,7 @@ class Call:
 
     method: str
     deadline: float | None = None  # on time.monotonic's clock
+    caller: str = ""  # the address that the call came from, without the port
 
     def interruption(self) -> str:
         """Why the call was just taken away, as an error code: gRPC cancels a call whose deadline passes too."""
@@ -96,7 +97,7 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
     async def _run(self, method: Method, rpc: RpcMetrics, data: AsyncIterator[bytes], context: Context) -> None:
         started = time.monotonic()
         rpc.started()
-        call = Call(method.name, _deadline(context, started))
+        call = Call(method.name, _deadline(context, started), _caller(context.peer()))
         code = "UNKNOWN"
         if method.generates:
             self._num_running += 1
@@ -171,3 +172,8 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
 def _deadline(context: Context, now: float) -> float | None:
     remaining: float | None = context.time_remaining()
     return None if remaining is None else now + remaining
+
+
+def _caller(peer: str) -> str:
+    """``ipv4:192.0.2.1:50321`` without the port, which is another one for each connection."""
+    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer

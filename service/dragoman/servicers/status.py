@@ -33,7 +33,9 @@ _CODES: Final = {
     "source_too_long": grpc.StatusCode.INVALID_ARGUMENT,
     "model_not_found": grpc.StatusCode.NOT_FOUND,
     "unsupported": grpc.StatusCode.UNIMPLEMENTED,
+    "model_unsupported": grpc.StatusCode.FAILED_PRECONDITION,
     "overloaded": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "too_late": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
     "cancelled": grpc.StatusCode.CANCELLED,
     "not_ready": grpc.StatusCode.UNAVAILABLE,
@@ -46,7 +48,9 @@ _CLASSES: Final[dict[str, type[DragomanError]]] = {
     "source_too_long": errors.SourceTooLongError,
     "model_not_found": errors.ModelNotFoundError,
     "unsupported": errors.UnsupportedError,
+    "model_unsupported": errors.ModelUnsupportedError,
     "overloaded": errors.OverloadedError,
+    "too_late": errors.TooLateError,
     "deadline": errors.DeadlineError,
     "cancelled": errors.RequestCancelledError,
     "not_ready": errors.NotReadyError,
@@ -57,6 +61,7 @@ _FALLBACK_REASONS: Final = {
     grpc.StatusCode.INVALID_ARGUMENT: "invalid_request",
     grpc.StatusCode.NOT_FOUND: "model_not_found",
     grpc.StatusCode.UNIMPLEMENTED: "unsupported",
+    grpc.StatusCode.FAILED_PRECONDITION: "model_unsupported",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "overloaded",
     grpc.StatusCode.DEADLINE_EXCEEDED: "deadline",
     grpc.StatusCode.CANCELLED: "cancelled",
@@ -96,9 +101,10 @@ def error_of(status: Status) -> DragomanError:
             reason = info.reason
         elif detail.Unpack(retry):
             retry_after_seconds = retry.retry_delay.ToTimedelta().total_seconds()
-    if reason == OverloadedError.code:
-        return OverloadedError(status.message, retry_after_seconds)
-    return _CLASSES.get(reason, DragomanError)(status.message)
+    kind = _CLASSES.get(reason, DragomanError)
+    if issubclass(kind, OverloadedError):
+        return kind(status.message, retry_after_seconds)
+    return kind(status.message)
 
 
 def error_of_rpc(

@@ -8,8 +8,9 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from dragoman.alignment import AlignmentPoint
+from dragoman.answer import TextHypothesis, TextResult, TextScore, TextSegment, TextUpdate, TopToken
 from dragoman.errors import DragomanError, InvalidRequestError
-from dragoman.pipeline import TextHypothesis, TextResult, TextSegment, TextUpdate
 from dragoman.types import DecodingOptions, FinishReason, Timing
 from dragoman.v1 import generation_pb2 as pb
 
@@ -18,7 +19,7 @@ M = TypeVar("M", bound=Message)
 MAX_REQUEST_ID_BYTES: Final = 128
 
 _DEFAULT_OPTIONS: Final = DecodingOptions()
-_OPTION_NAMES: Final = tuple(field.name for field in pb.DecodingOptions.DESCRIPTOR.fields)
+_SINGLE_OPTIONS: Final = tuple(field.name for field in pb.DecodingOptions.DESCRIPTOR.fields if not field.is_repeated)
 _FINISH_REASON_NAMES: Final = {reason: f"FINISH_REASON_{reason.name}" for reason in FinishReason}
 _FINISH_REASONS: Final = {pb.FinishReason.Value(name): reason for reason, name in _FINISH_REASON_NAMES.items()}
 
@@ -52,14 +53,26 @@ def check_known(message: Message, place: str) -> None:
 
 
 def options_from_wire(options: pb.DecodingOptions) -> DecodingOptions:
-    """What is set, validated. Raises InvalidRequestError and UnsupportedError."""
-    return DecodingOptions(**{name: getattr(options, name) for name in _OPTION_NAMES if options.HasField(name)})
+    """What is set, validated. Raises InvalidRequestError."""
+    for index, sequence in enumerate(options.suppress_sequences):
+        check_known(sequence, f"suppress_sequences[{index}]")
+    return DecodingOptions(
+        **{name: getattr(options, name) for name in _SINGLE_OPTIONS if options.HasField(name)},
+        suppress_tokens=tuple(options.suppress_tokens),
+        suppress_sequences=tuple(tuple(sequence.tokens) for sequence in options.suppress_sequences),
+        stop=tuple(options.stop),
+    )
 
 
 def options_to_wire(options: DecodingOptions) -> pb.DecodingOptions:
     """What differs from the defaults; the rest stays unset."""
-    values = {name: getattr(options, name) for name in _OPTION_NAMES}
-    return pb.DecodingOptions(**{n: v for n, v in values.items() if v != getattr(_DEFAULT_OPTIONS, n)})
+    values = {name: getattr(options, name) for name in _SINGLE_OPTIONS}
+    return pb.DecodingOptions(
+        **{name: value for name, value in values.items() if value != getattr(_DEFAULT_OPTIONS, name)},
+        suppress_tokens=options.suppress_tokens,
+        suppress_sequences=[pb.TokenSequence(tokens=names) for names in options.suppress_sequences],
+        stop=options.stop,
+    )
 
 
 def check_request_id(request_id: str) -> None:
@@ -94,19 +107,16 @@ def result_to_wire(result: TextResult, *, model: str, version: str, request_id: 
             pb.Segment(
                 source=pb.Span(start=segment.start, end=segment.end),
                 hypotheses=[_hypothesis_to_wire(hypothesis) for hypothesis in segment.hypotheses],
+                source_tokens=segment.source_tokens,
             )
             for segment in result.segments
         ],
         usage=pb.Usage(source_tokens=result.num_source_tokens, generated_tokens=result.num_generated_tokens),
-        timing=pb.Timing(
-            queue=_duration(result.timing.queue_seconds),
-            encode=_duration(result.timing.encode_seconds),
-            decode=_duration(result.timing.decode_seconds),
-            total=_duration(result.timing.total_seconds),
-        ),
+        timing=_timing_to_wire(result.timing),
         model=model,
         version=version,
         request_id=request_id,
+        seed=result.seed,
     )
 
 
@@ -115,17 +125,42 @@ def result_from_wire(message: pb.GenerateResponse) -> TextResult:
     return TextResult(
         text=message.text,
         segments=tuple(
-            TextSegment(s.source.start, s.source.end, tuple(_hypothesis_from_wire(h) for h in s.hypotheses))
+            TextSegment(
+                s.source.start,
+                s.source.end,
+                tuple(_hypothesis_from_wire(h) for h in s.hypotheses),
+                tuple(s.source_tokens),
+            )
             for s in message.segments
         ),
         num_source_tokens=message.usage.source_tokens,
         num_generated_tokens=message.usage.generated_tokens,
-        timing=Timing(
-            queue_seconds=_seconds(message.timing.queue),
-            encode_seconds=_seconds(message.timing.encode),
-            decode_seconds=_seconds(message.timing.decode),
-            total_seconds=_seconds(message.timing.total),
-        ),
+        timing=_timing_from_wire(message.timing),
+        seed=message.seed if message.HasField("seed") else None,
+    )
+
+
+def score_to_wire(score: TextScore, *, model: str, version: str, request_id: str) -> pb.ScoreResponse:
+    """How probable an answer is."""
+    return pb.ScoreResponse(
+        tokens=score.tokens,
+        scores=pb.Scores(sum=score.log_probability, tokens=score.token_scores, normalized=score.log_probability),
+        usage=pb.Usage(source_tokens=score.num_source_tokens),
+        timing=_timing_to_wire(score.timing),
+        model=model,
+        version=version,
+        request_id=request_id,
+    )
+
+
+def score_from_wire(message: pb.ScoreResponse) -> TextScore:
+    """The inverse of ``score_to_wire``, without model, version and request id."""
+    return TextScore(
+        tokens=tuple(message.tokens),
+        token_scores=tuple(message.scores.tokens),
+        log_probability=message.scores.sum,
+        num_source_tokens=message.usage.source_tokens,
+        timing=_timing_from_wire(message.timing),
     )
 
 
@@ -134,10 +169,24 @@ def _hypothesis_to_wire(hypothesis: TextHypothesis) -> pb.Hypothesis:
         text=hypothesis.text,
         tokens=hypothesis.tokens,
         finish_reason=_FINISH_REASON_NAMES[hypothesis.finish_reason],
+        alignment=[
+            pb.AlignmentPoint(
+                source_token=point.source_token,
+                target_token=point.target_token,
+                weight=point.weight,
+                source=pb.Span(start=point.source_span[0], end=point.source_span[1]),
+            )
+            for point in hypothesis.alignment
+        ],
+        top_tokens=[
+            pb.TopTokens(tokens=[pb.TopToken(token=top.token, log_probability=top.log_probability) for top in place])
+            for place in hypothesis.top_tokens
+        ],
     )
-    if hypothesis.score is not None:
-        message.scores.sum = hypothesis.score
-        message.scores.tokens.extend(hypothesis.token_scores or ())
+    if hypothesis.token_scores is not None:
+        message.scores.tokens.extend(hypothesis.token_scores)
+        message.scores.sum = hypothesis.log_probability or 0.0
+        message.scores.normalized = hypothesis.score or 0.0
     return message
 
 
@@ -149,8 +198,34 @@ def _hypothesis_from_wire(message: pb.Hypothesis) -> TextHypothesis:
         text=message.text,
         tokens=tuple(message.tokens),
         finish_reason=_FINISH_REASONS[message.finish_reason],
-        score=message.scores.sum if scored else None,
+        score=message.scores.normalized if scored else None,
         token_scores=tuple(message.scores.tokens) if scored else None,
+        log_probability=message.scores.sum if scored else None,
+        alignment=tuple(
+            AlignmentPoint(p.source_token, p.target_token, p.weight, (p.source.start, p.source.end))
+            for p in message.alignment
+        ),
+        top_tokens=tuple(
+            tuple(TopToken(top.token, top.log_probability) for top in place.tokens) for place in message.top_tokens
+        ),
+    )
+
+
+def _timing_to_wire(timing: Timing) -> pb.Timing:
+    return pb.Timing(
+        queue=_duration(timing.queue_seconds),
+        encode=_duration(timing.encode_seconds),
+        decode=_duration(timing.decode_seconds),
+        total=_duration(timing.total_seconds),
+    )
+
+
+def _timing_from_wire(message: pb.Timing) -> Timing:
+    return Timing(
+        queue_seconds=_seconds(message.queue),
+        encode_seconds=_seconds(message.encode),
+        decode_seconds=_seconds(message.decode),
+        total_seconds=_seconds(message.total),
     )
 
 

@@ -28,39 +28,81 @@ FINISH_REASON_REPETITION: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "version", "text", "target_language", "options", "request_id")
+    __slots__ = ("model", "version", "text", "target_language", "options", "request_id", "priority")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TARGET_LANGUAGE_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     text: str
     target_language: str
     options: DecodingOptions
     request_id: str
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., text: _Optional[str] = ..., target_language: _Optional[str] = ..., options: _Optional[_Union[DecodingOptions, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    priority: int
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., text: _Optional[str] = ..., target_language: _Optional[str] = ..., options: _Optional[_Union[DecodingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class DecodingOptions(_message.Message):
-    __slots__ = ("max_new_tokens", "beam_size", "num_hypotheses", "length_penalty", "temperature", "return_scores")
+    __slots__ = ("max_new_tokens", "beam_size", "num_hypotheses", "length_penalty", "temperature", "return_scores", "return_alignment", "min_new_tokens", "max_length_ratio", "patience", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "no_repeat_ngram_size", "target_prefix", "suppress_tokens", "suppress_sequences", "stop", "detect_repetition", "num_top_tokens", "return_alternatives")
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BEAM_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_HYPOTHESES_FIELD_NUMBER: _ClassVar[int]
     LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     RETURN_SCORES_FIELD_NUMBER: _ClassVar[int]
+    RETURN_ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_RATIO_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    SUPPRESS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SUPPRESS_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    DETECT_REPETITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     max_new_tokens: int
     beam_size: int
     num_hypotheses: int
     length_penalty: float
     temperature: float
     return_scores: bool
-    def __init__(self, max_new_tokens: _Optional[int] = ..., beam_size: _Optional[int] = ..., num_hypotheses: _Optional[int] = ..., length_penalty: _Optional[float] = ..., temperature: _Optional[float] = ..., return_scores: _Optional[bool] = ...) -> None: ...
+    return_alignment: bool
+    min_new_tokens: int
+    max_length_ratio: float
+    patience: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    no_repeat_ngram_size: int
+    target_prefix: str
+    suppress_tokens: _containers.RepeatedScalarFieldContainer[str]
+    suppress_sequences: _containers.RepeatedCompositeFieldContainer[TokenSequence]
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    detect_repetition: bool
+    num_top_tokens: int
+    return_alternatives: bool
+    def __init__(self, max_new_tokens: _Optional[int] = ..., beam_size: _Optional[int] = ..., num_hypotheses: _Optional[int] = ..., length_penalty: _Optional[float] = ..., temperature: _Optional[float] = ..., return_scores: _Optional[bool] = ..., return_alignment: _Optional[bool] = ..., min_new_tokens: _Optional[int] = ..., max_length_ratio: _Optional[float] = ..., patience: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., target_prefix: _Optional[str] = ..., suppress_tokens: _Optional[_Iterable[str]] = ..., suppress_sequences: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., stop: _Optional[_Iterable[str]] = ..., detect_repetition: _Optional[bool] = ..., num_top_tokens: _Optional[int] = ..., return_alternatives: _Optional[bool] = ...) -> None: ...
+
+class TokenSequence(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tokens: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("text", "segments", "usage", "timing", "model", "version", "request_id")
+    __slots__ = ("text", "segments", "usage", "timing", "model", "version", "request_id", "seed")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +110,7 @@ class GenerateResponse(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     text: str
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
     usage: Usage
@@ -75,15 +118,18 @@ class GenerateResponse(_message.Message):
     model: str
     version: str
     request_id: str
-    def __init__(self, text: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., model: _Optional[str] = ..., version: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+    seed: int
+    def __init__(self, text: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., model: _Optional[str] = ..., version: _Optional[str] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("source", "hypotheses")
+    __slots__ = ("source", "hypotheses", "source_tokens")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     HYPOTHESES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     source: Span
     hypotheses: _containers.RepeatedCompositeFieldContainer[Hypothesis]
-    def __init__(self, source: _Optional[_Union[Span, _Mapping]] = ..., hypotheses: _Optional[_Iterable[_Union[Hypothesis, _Mapping]]] = ...) -> None: ...
+    source_tokens: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, source: _Optional[_Union[Span, _Mapping]] = ..., hypotheses: _Optional[_Iterable[_Union[Hypothesis, _Mapping]]] = ..., source_tokens: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("start", "end")
@@ -94,36 +140,56 @@ class Span(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Hypothesis(_message.Message):
-    __slots__ = ("text", "tokens", "scores", "finish_reason", "alignment")
+    __slots__ = ("text", "tokens", "scores", "finish_reason", "alignment", "top_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
     tokens: _containers.RepeatedScalarFieldContainer[str]
     scores: Scores
     finish_reason: FinishReason
     alignment: _containers.RepeatedCompositeFieldContainer[AlignmentPoint]
-    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[str]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., alignment: _Optional[_Iterable[_Union[AlignmentPoint, _Mapping]]] = ...) -> None: ...
+    top_tokens: _containers.RepeatedCompositeFieldContainer[TopTokens]
+    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[str]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., alignment: _Optional[_Iterable[_Union[AlignmentPoint, _Mapping]]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ...) -> None: ...
+
+class TopTokens(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[TopToken]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[TopToken, _Mapping]]] = ...) -> None: ...
+
+class TopToken(_message.Message):
+    __slots__ = ("token", "log_probability")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    log_probability: float
+    def __init__(self, token: _Optional[str] = ..., log_probability: _Optional[float] = ...) -> None: ...
 
 class Scores(_message.Message):
-    __slots__ = ("sum", "tokens")
+    __slots__ = ("sum", "tokens", "normalized")
     SUM_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZED_FIELD_NUMBER: _ClassVar[int]
     sum: float
     tokens: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, sum: _Optional[float] = ..., tokens: _Optional[_Iterable[float]] = ...) -> None: ...
+    normalized: float
+    def __init__(self, sum: _Optional[float] = ..., tokens: _Optional[_Iterable[float]] = ..., normalized: _Optional[float] = ...) -> None: ...
 
 class AlignmentPoint(_message.Message):
-    __slots__ = ("source_token", "target_token", "weight")
+    __slots__ = ("source_token", "target_token", "weight", "source")
     SOURCE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TARGET_TOKEN_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     source_token: int
     target_token: int
     weight: float
-    def __init__(self, source_token: _Optional[int] = ..., target_token: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
+    source: Span
+    def __init__(self, source_token: _Optional[int] = ..., target_token: _Optional[int] = ..., weight: _Optional[float] = ..., source: _Optional[_Union[Span, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("source_tokens", "generated_tokens")
@@ -181,6 +247,40 @@ class BatchItem(_message.Message):
     error: _status_pb2.Status
     def __init__(self, response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
+class ScoreRequest(_message.Message):
+    __slots__ = ("model", "version", "text", "target", "request_id", "priority")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    text: str
+    target: str
+    request_id: str
+    priority: int
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., text: _Optional[str] = ..., target: _Optional[str] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class ScoreResponse(_message.Message):
+    __slots__ = ("tokens", "scores", "usage", "timing", "model", "version", "request_id")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[str]
+    scores: Scores
+    usage: Usage
+    timing: Timing
+    model: str
+    version: str
+    request_id: str
+    def __init__(self, tokens: _Optional[_Iterable[str]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., model: _Optional[str] = ..., version: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
 class GetModelRequest(_message.Message):
     __slots__ = ("model", "version")
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -190,7 +290,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("model", "version", "created", "checksum", "precision", "provider", "limits", "unknown_policy", "shape", "quality", "source_tokenizer", "target_tokenizer")
+    __slots__ = ("model", "version", "created", "checksum", "precision", "provider", "limits", "unknown_policy", "shape", "quality", "source_tokenizer", "target_tokenizer", "batch_invariant", "alignment")
     class QualityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +310,8 @@ class GetModelResponse(_message.Message):
     QUALITY_FIELD_NUMBER: _ClassVar[int]
     SOURCE_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     TARGET_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
+    ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     created: _timestamp_pb2.Timestamp
@@ -222,7 +324,9 @@ class GetModelResponse(_message.Message):
     quality: _containers.ScalarMap[str, str]
     source_tokenizer: TokenizerInfo
     target_tokenizer: TokenizerInfo
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., checksum: _Optional[str] = ..., precision: _Optional[str] = ..., provider: _Optional[str] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., unknown_policy: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., quality: _Optional[_Mapping[str, str]] = ..., source_tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., target_tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ...) -> None: ...
+    batch_invariant: bool
+    alignment: bool
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., checksum: _Optional[str] = ..., precision: _Optional[str] = ..., provider: _Optional[str] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., unknown_policy: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., quality: _Optional[_Mapping[str, str]] = ..., source_tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., target_tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., batch_invariant: _Optional[bool] = ..., alignment: _Optional[bool] = ...) -> None: ...
 
 class TokenizerInfo(_message.Message):
     __slots__ = ("kind", "size", "normalization")

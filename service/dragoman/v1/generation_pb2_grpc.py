@@ -49,6 +49,11 @@ class GenerationServiceStub:
                 request_serializer=dragoman_dot_v1_dot_generation__pb2.BatchGenerateRequest.SerializeToString,
                 response_deserializer=dragoman_dot_v1_dot_generation__pb2.BatchGenerateResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/dragoman.v1.GenerationService/Score',
+                request_serializer=dragoman_dot_v1_dot_generation__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=dragoman_dot_v1_dot_generation__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/dragoman.v1.GenerationService/GetModel',
                 request_serializer=dragoman_dot_v1_dot_generation__pb2.GetModelRequest.SerializeToString,
@@ -80,6 +85,13 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Score(self, request, context):
+        """How probable a given answer is. Nothing is generated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """What a served model is and accepts.
         """
@@ -104,6 +116,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.BatchGenerate,
                     request_deserializer=dragoman_dot_v1_dot_generation__pb2.BatchGenerateRequest.FromString,
                     response_serializer=dragoman_dot_v1_dot_generation__pb2.BatchGenerateResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=dragoman_dot_v1_dot_generation__pb2.ScoreRequest.FromString,
+                    response_serializer=dragoman_dot_v1_dot_generation__pb2.ScoreResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -192,6 +209,33 @@ class GenerationService:
             '/dragoman.v1.GenerationService/BatchGenerate',
             dragoman_dot_v1_dot_generation__pb2.BatchGenerateRequest.SerializeToString,
             dragoman_dot_v1_dot_generation__pb2.BatchGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dragoman.v1.GenerationService/Score',
+            dragoman_dot_v1_dot_generation__pb2.ScoreRequest.SerializeToString,
+            dragoman_dot_v1_dot_generation__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dragoman.alignment import ForcedPass
 from dragoman.client import AsyncClient
 from dragoman.config import EngineConfig, ServerConfig
 from dragoman.metrics import ServerMetrics
@@ -97,13 +98,16 @@ async def start_server() -> AsyncIterator[StartServer]:
     started: list[Running] = []
 
     async def start(
-        runner: ScriptedRunner | None = None, engine: EngineConfig | None = None, **settings: Any
+        runner: ScriptedRunner | None = None,
+        engine: EngineConfig | None = None,
+        forced_pass: ForcedPass | None = None,
+        **settings: Any,
     ) -> Running:
         config = ServerConfig(**{"host": "127.0.0.1", "port": 0, "metrics_port": 0, "drain_seconds": 30.0, **settings})
         runner = runner or ScriptedRunner()
         metrics = ServerMetrics()
         limits = TextLimits(config.max_text_bytes, config.max_segments)
-        model = scripted_model([runner], engine, limits, metrics.listener("scripted"))
+        model = scripted_model([runner], engine, limits, metrics.listener("scripted"), forced_pass=forced_pass)
         server = Server([model], config, metrics)
         await server.start()
         target = f"127.0.0.1:{server.port}"

@@ -17,6 +17,7 @@ from dragoman.testing import ScriptedRunner
 from dragoman.v1 import generation_pb2 as pb
 
 GENERATE = "/dragoman.v1.GenerationService/Generate"
+SCORE = "/dragoman.v1.GenerationService/Score"
 BATCH = "/dragoman.v1.GenerationService/BatchGenerate"
 GET_MODEL = "/dragoman.v1.GenerationService/GetModel"
 CHECK = "/grpc.health.v1.Health/Check"
@@ -50,12 +51,73 @@ BAD = {
     "absurd steps": (GENERATE, request(max_new_tokens=2**32 - 1), INVALID, ["4294967295", "1000000"]),
     "absurd beam": (GENERATE, request(beam_size=100_000), INVALID, ["beam_size is 100000", "1024"]),
     "no beam": (GENERATE, request(beam_size=0), INVALID, ["beam_size is 0"]),
-    "too many hypotheses": (GENERATE, request(num_hypotheses=2), INVALID, ["num_hypotheses is 2"]),
+    "too many hypotheses": (GENERATE, request(num_hypotheses=5, beam_size=3), INVALID, ["num_hypotheses is 5", "3"]),
+    "no hypothesis": (GENERATE, request(num_hypotheses=0), INVALID, ["num_hypotheses is 0"]),
+    "more beams than rows": (GENERATE, request(beam_size=9), INVALID, ["beam_size is 9", "8 rows"]),
+    "more drawn than rows": (GENERATE, request(num_hypotheses=9, temperature=1.0), INVALID, ["num_hypotheses is 9"]),
+    "NaN mass": (GENERATE, request(top_p=math.nan, temperature=1.0), INVALID, ["top_p is nan"]),
+    "no mass": (GENERATE, request(top_p=0.0, temperature=1.0), INVALID, ["top_p is 0"]),
+    "too much mass": (GENERATE, request(top_p=1.5, temperature=1.0), INVALID, ["top_p is 1.5"]),
+    "hot": (GENERATE, request(temperature=math.inf), INVALID, ["temperature is inf"]),
+    "two searches": (GENERATE, request(beam_size=2, temperature=1.0), INVALID, ["beam_size is 2", "temperature is 1"]),
+    "seed of nothing": (GENERATE, request(seed=2**64 - 1), INVALID, ["seed is 18446744073709551615", "temperature"]),
+    "minimum over maximum": (
+        GENERATE,
+        request(min_new_tokens=3, max_new_tokens=2),
+        INVALID,
+        ["min_new_tokens is 3", "max_new_tokens"],
+    ),
+    "minimum over the model's": (GENERATE, request(min_new_tokens=65), INVALID, ["min_new_tokens is 65", "64"]),
+    "long prefix": (GENERATE, request(target_prefix="a" * 64), INVALID, ["target_prefix has 64 tokens", "up to 64"]),
+    "unknown character of a prefix": (GENERATE, request(target_prefix="a1"), INVALID, ["target_prefix holds '1'"]),
+    "empty stop": (GENERATE, request(stop=["a", ""]), INVALID, ["stop[1] has 0 characters"]),
+    "unknown token": (GENERATE, request(suppress_tokens=["a", "ab"]), INVALID, ["suppress_tokens names 'ab'"]),
+    "unknown token of a sequence": (
+        GENERATE,
+        request(suppress_sequences=[pb.TokenSequence(tokens=["a"]), pb.TokenSequence(tokens=["é", "b"])]),
+        INVALID,
+        ["suppress_sequences[1] names 'é'"],
+    ),
+    "empty sequence": (
+        GENERATE,
+        request(suppress_sequences=[pb.TokenSequence()]),
+        INVALID,
+        ["suppress_sequences[0] has 0 tokens"],
+    ),
+    "prefix of two lines": (
+        GENERATE,
+        pb.GenerateRequest(text="a\nb", options=pb.DecodingOptions(target_prefix="a")).SerializeToString(),
+        INVALID,
+        ["target_prefix", "2 lines"],
+    ),
+    "answers to two lines": (
+        GENERATE,
+        pb.GenerateRequest(text="a\nb", options=pb.DecodingOptions(num_hypotheses=2, beam_size=2)).SerializeToString(),
+        INVALID,
+        ["num_hypotheses is 2", "2 lines"],
+    ),
+    "urgent": (GENERATE, pb.GenerateRequest(text="a", priority=11).SerializeToString(), INVALID, ["priority is 11"]),
+    "score of lines": (
+        SCORE,
+        pb.ScoreRequest(text="a\nb", target="a").SerializeToString(),
+        INVALID,
+        ["text has more than one line"],
+    ),
+    "score of a long target": (
+        SCORE,
+        pb.ScoreRequest(text="a", target="a" * 64).SerializeToString(),
+        INVALID,
+        ["target has 65 tokens", "up to 64"],
+    ),
+    "score of an unknown target": (
+        SCORE,
+        pb.ScoreRequest(text="a", target="A").SerializeToString(),
+        INVALID,
+        ["target holds 'A'"],
+    ),
     "NaN": (GENERATE, request(temperature=math.nan), INVALID, ["temperature is nan"]),
     "infinity": (GENERATE, request(length_penalty=math.inf), INVALID, ["length_penalty is inf"]),
     "negative": (GENERATE, request(temperature=-0.5), INVALID, ["temperature is -0.5"]),
-    "beam search": (GENERATE, request(beam_size=4), UNIMPLEMENTED, ["beam_size is 4"]),
-    "sampling": (GENERATE, request(temperature=0.7), UNIMPLEMENTED, ["temperature is 0.7"]),
     "language": (
         GENERATE,
         pb.GenerateRequest(text="abc", target_language="de").SerializeToString(),

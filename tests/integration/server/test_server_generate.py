@@ -9,7 +9,7 @@ import pytest
 
 from dragoman.client import Client, ServedResult, TokenizerInfo
 from dragoman.errors import DragomanError, InvalidRequestError
-from dragoman.pipeline import TextUpdate
+from dragoman.answer import TextUpdate
 from dragoman.types import DecodingOptions, FinishReason
 from dragoman.v1 import generation_pb2 as pb
 

@@ -111,7 +111,7 @@ def test_every_flipped_bit_of_the_manifest_is_noticed(bundle):
 def test_another_format_version_says_what_to_do(bundle):
     """The message names both versions and the remedy."""
     rewrite(bundle, lambda data: data.update(format_version=7))
-    with pytest.raises(BundleError, match=r"format_version 7; this version of dragoman reads 2: export"):
+    with pytest.raises(BundleError, match=r"format_version 7; this version of dragoman reads 3: export"):
         ModelBundle.load(bundle.path)
 
 
@@ -153,7 +153,7 @@ def test_a_wrong_field_is_named(bundle, change, message):
         ModelBundle.load(bundle.path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"format_version": 2}', b"[" * 200_000])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"format_version": 3}', b"[" * 200_000])
 def test_a_manifest_that_is_none_is_refused(bundle, content):
     """Whatever stands in its place, the message names manifest.json."""
     (bundle.path / MANIFEST_NAME).write_bytes(content)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.engine.sequence import Hypothesis
+from dragoman.engine.search import Hypothesis
 from dragoman.engine.slots import Move, SlotTable
 
 

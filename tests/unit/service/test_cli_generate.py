@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import io
 import json
@@ -12,15 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.cli.generate import print_stream
-from dragoman.cli.lines import answer_lines, lines_of_arguments, lines_of_file
+from dragoman.alignment import AlignmentPoint
+from dragoman.answer import TextHypothesis, TextResult, TextSegment, TextUpdate
+from dragoman.cli.generate import add_arguments, print_stream, run
+from dragoman.cli.lines import answer_lines, lines_of_arguments, lines_of_file, with_alignment
 from dragoman.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
-from dragoman.pipeline import TextHypothesis, TextResult, TextUpdate
 from dragoman.types import FinishReason, Timing
 
 
 def result(text: str) -> TextResult:
     return TextResult(text, (), 0, 0, Timing())
+
+
+def text_of(answer: TextResult) -> str:
+    return answer.text
 
 
 async def upper(text: str) -> TextResult:
@@ -34,7 +40,8 @@ async def upper(text: str) -> TextResult:
 
 async def answer(data: bytes, *, stop: bool = True, as_json: bool = False, generate: Any = upper) -> tuple[int, bytes]:
     out = io.BytesIO()
-    status = await answer_lines(lines_of_file(io.BytesIO(data)), generate, out, as_json=as_json, stop=stop)
+    show = None if as_json else text_of
+    status = await answer_lines(lines_of_file(io.BytesIO(data)), generate, out, show=show, stop=stop)
     return status, out.getvalue()
 
 
@@ -81,6 +88,42 @@ async def test_json_has_one_object_a_line(capsys):
     assert bad == {"error": {"code": "invalid_request", "message": "text holds '2'"}}
 
 
+async def test_the_alignment_of_each_segment_follows_the_answer():
+    """Pairs of source and target token behind the mark, a part a segment; a blank line has none; of JSON, a field."""
+
+    def hypothesis(*pairs: tuple[int, int]) -> TextHypothesis:
+        points = tuple(AlignmentPoint(source, target, 0.5, (0, 1)) for source, target in pairs)
+        return TextHypothesis("", (), FinishReason.STOP, alignment=points)
+
+    async def aligned(text: str) -> TextResult:
+        answers = {"": [], "ab": [hypothesis((1, 0), (0, 1))], "c\nd": [hypothesis((0, 0)), hypothesis()]}[text]
+        segments = tuple(TextSegment(0, 1, (answer,), ("x",)) for answer in answers)
+        return TextResult(text.upper(), segments, 0, 0, Timing())
+
+    out = io.BytesIO()
+    lines = ["ab", "", "c\nd"]
+    await answer_lines(lines_of_arguments(lines), aligned, out, show=with_alignment, stop=True)
+    assert out.getvalue() == b"AB ||| 1-0 0-1\n\nC\nD ||| 0-0 ||| \n"
+    out = io.BytesIO()
+    await answer_lines(lines_of_arguments(["ab"]), aligned, out, show=None, stop=True)
+    (segment,) = json.loads(out.getvalue())["segments"]
+    assert segment["source_tokens"] == ["x"]
+    assert segment["hypotheses"][0]["alignment"][0] == {
+        "source_token": 1,
+        "target_token": 0,
+        "weight": 0.5,
+        "source_span": [0, 1],
+    }
+
+
+def test_a_stream_of_text_has_no_place_for_an_alignment():
+    """Asked for together, they are refused before any model is opened."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(ConfigError, match="--alignment"):
+        run(parser.parse_args(["--stream", "--alignment", "abc"]))
+
+
 async def test_a_dead_engine_is_no_error_of_a_line():
     """It ends the job even when it should keep going."""
 
@@ -115,7 +158,7 @@ async def test_answers_come_while_the_input_is_silent():
 
     out = Out()
     with os.fdopen(read_end, "rb") as source, os.fdopen(write_end, "wb", buffering=0) as sink:
-        job = asyncio.create_task(answer_lines(lines_of_file(source), upper, out, as_json=False, stop=True))
+        job = asyncio.create_task(answer_lines(lines_of_file(source), upper, out, show=text_of, stop=True))
         sink.write(b"abc\n")
         await asyncio.wait_for(written.wait(), 60)
         assert out.getvalue() == b"ABC\n"
@@ -141,7 +184,7 @@ async def test_input_is_read_as_it_is_needed():
         await asyncio.Event().wait()
         raise AssertionError
 
-    job = asyncio.create_task(answer_lines(lines_of_file(Endless()), stuck, io.BytesIO(), as_json=False, stop=True))
+    job = asyncio.create_task(answer_lines(lines_of_file(Endless()), stuck, io.BytesIO(), show=text_of, stop=True))
     await start.wait()
     before = -1
     while before != taken:
@@ -162,13 +205,13 @@ async def test_an_unreadable_input_is_a_clear_error():
             raise IsADirectoryError(21, "Is a directory")
 
     with pytest.raises(ConfigError, match="Is a directory"):
-        await answer_lines(lines_of_file(Broken()), upper, io.BytesIO(), as_json=False, stop=True)
+        await answer_lines(lines_of_file(Broken()), upper, io.BytesIO(), show=text_of, stop=True)
 
 
 async def test_texts_of_the_command_line_may_hold_anything():
     """Each gives its answer and one LF."""
     out = io.BytesIO()
-    assert await answer_lines(lines_of_arguments(["a\nb", "", "c"]), upper, out, as_json=False, stop=True) == 0
+    assert await answer_lines(lines_of_arguments(["a\nb", "", "c"]), upper, out, show=text_of, stop=True) == 0
     assert out.getvalue() == b"A\nB\n\nC\n"
 
 
@@ -177,7 +220,7 @@ async def test_a_stream_is_printed_in_the_text_s_own_layout():
     text = " ab\r\n\n cd \n"
 
     async def items():
-        done = TextHypothesis("", (), FinishReason.STOP, None, None)
+        done = TextHypothesis("", (), FinishReason.STOP)
         yield TextUpdate(1, 0, "C")
         yield TextUpdate(0, 0, "A")
         yield TextUpdate(1, 0, "D", done)

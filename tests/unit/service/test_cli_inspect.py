@@ -53,15 +53,22 @@ def test_everything_that_matters_is_shown(inspect):
         "target.tokenizer.json: plain, 43 tokens, normalization identity, template 1 TEXT 2",
         "64 source tokens, 64 new tokens",
         "end 2, decoder start 1, never generated 0 1 3",
-        "graphs for cpu, fp32, opset 23",
+        "graphs for cpu, int8, opset 23",
+        "activations: static; batch invariant",
         "max_logit_difference",
+        "word_error_rate 0.2676, num_empty 0",
+        "word_error_rate_of_pytorch 0.2701",
         "exact_match 0.7299",
         "optimizer: beta1 0.9",
         manifest.checksum,
     ):
         assert expected in out
     lines = [line.split() for line in out.splitlines()]
-    for kind, number in (("MultiHeadAttention", 4), ("GroupQueryAttention(cross)", 2), ("Softmax", 0)):
+    for kind, number in (
+        ("GroupQueryAttention(encoder)", 4),
+        ("GroupQueryAttention(cross)", 2),
+        ("MatMulIntegerToFloat", 28),
+    ):
         assert [kind, *[str(number)] * 3] in lines
     for name, entry in manifest.files.items():
         assert [name, f"{entry.bytes:,}"] in lines
@@ -80,26 +87,26 @@ def test_verify_replays_the_golden_set(inspect, bundle):
     """And says so."""
     status, out, _ = inspect(bundle, "--verify")
     assert status == 0
-    assert out.endswith("verified: every file's SHA-256; golden sets reproduced: cpu/fp32\n")
+    assert out.endswith("verified: every file's SHA-256; golden sets reproduced: cpu/int8\n")
     _, out, _ = inspect(bundle, "--verify", "--json")
-    assert json.loads(out)["replayed"] == ["cpu/fp32"]
+    assert json.loads(out)["replayed"] == ["cpu/int8"]
 
 
 def test_a_flipped_byte_is_found_by_verify(inspect, bundle):
     """Names and sizes are right, so that a glance shows nothing; the hash does, and the table marks the file."""
-    flip(bundle / "encoder.cpu.fp32.onnx")
+    flip(bundle / "encoder.cpu.int8.onnx")
     assert inspect(bundle)[0] == 0
     status, out, err = inspect(bundle, "--verify")
     assert status == 1
-    assert re.search(r"encoder\.cpu\.fp32\.onnx is damaged: its SHA-256 differs", err)
-    assert re.search(r"^  encoder\.cpu\.fp32\.onnx +[\d,]+  DOES NOT HOLD$", out, re.MULTILINE)
+    assert re.search(r"encoder\.cpu\.int8\.onnx is damaged: its SHA-256 differs", err)
+    assert re.search(r"^  encoder\.cpu\.int8\.onnx +[\d,]+  DOES NOT HOLD$", out, re.MULTILINE)
     assert "verified" not in out
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_a_file_of_another_size_or_none_is_found_at_a_glance(inspect, bundle, damage):
     """Every file at fault is named, in JSON too."""
-    for name in ("NOTICE", "decoder.cpu.fp32.onnx"):
+    for name in ("NOTICE", "decoder.cpu.int8.onnx"):
         file = bundle / name
         content = file.read_bytes()
         file.unlink()
@@ -132,7 +139,7 @@ def test_an_answer_that_does_not_come_out_is_status_1(inspect, bundle, tmp_path,
     assert inspect(tmp_path / "other")[0] == 0
     status, _, err = inspect(tmp_path / "other", "--verify")
     assert status == 1
-    assert re.search(rf"golden\.cpu\.fp32\.jsonl: .*{message}", err)
+    assert re.search(rf"golden\.cpu\.int8\.jsonl: .*{message}", err)
 
 
 def test_graph_draws_every_operator(inspect):
@@ -140,10 +147,10 @@ def test_graph_draws_every_operator(inspect):
     status, out, _ = inspect(DEFAULT_MODEL, "--graph")
     assert status == 0
     graph = ModelBundle.load(embedded_bundle(DEFAULT_MODEL)).manifest.graphs[0].decoder
-    drawn = out[out.rindex("decoder.cpu.fp32.onnx  ", 0, out.index("\nprovenance")) :]
+    drawn = out[out.rindex("decoder.cpu.int8.onnx  ", 0, out.index("\nprovenance")) :]
     lines = [line.split() for line in drawn.splitlines()]
     for kind, number in graph.exported_nodes.items():
-        assert [kind, str(number), str(graph.optimized_nodes[kind]), "#" * number] in lines
+        assert [kind, str(number), str(graph.optimized_nodes.get(kind, 0)), "#" * number] in lines
     assert f"all nodes {sum(graph.exported_nodes.values())} " in " ".join(drawn.split())
 
 
@@ -152,8 +159,8 @@ def test_what_is_no_bundle_of_this_version_is_refused(inspect, bundle, tmp_path)
     with pytest.raises(BundleError, match=r"nowhere is no bundle"):
         inspect(tmp_path / "nowhere")
     text = (bundle / MANIFEST_NAME).read_text()
-    (bundle / MANIFEST_NAME).write_text(text.replace('"format_version": 2', '"format_version": 3'))
-    with pytest.raises(BundleError, match=r"format_version 3; this version of dragoman reads 2"):
+    (bundle / MANIFEST_NAME).write_text(text.replace('"format_version": 3', '"format_version": 4'))
+    with pytest.raises(BundleError, match=r"format_version 4; this version of dragoman reads 3"):
         inspect(bundle)
     (bundle / MANIFEST_NAME).write_text(text.replace('"eos": 2', '"eos": 3'))
     with pytest.raises(BundleError, match="altered after the export"):

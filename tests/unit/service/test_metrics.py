@@ -89,7 +89,7 @@ def get(port: int, path: str, accept: str = "") -> tuple[int, str, str]:
 def test_metrics_are_served_at_their_path_alone():
     """GET /metrics can be parsed; every other path is not found; gauges are read at that moment."""
     metrics = ServerMetrics()
-    state = [EngineSnapshot(3, 2, 2, 8, 4096)]
+    state = [EngineSnapshot(3, 2, 2, 8, 4096, 1)]
     metrics.watch("m", lambda: state[0])
     server = MetricsServer(metrics.registry, "127.0.0.1", 0)
     try:
@@ -103,6 +103,7 @@ def test_metrics_are_served_at_their_path_alone():
         }
         assert gauges == {
             "dragoman_num_requests_waiting": 3,
+            "dragoman_num_callers_waiting": 1,
             "dragoman_num_requests_running": 2,
             "dragoman_slots_used": 2,
             "dragoman_slots_total": 8,

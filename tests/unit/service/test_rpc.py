@@ -25,6 +25,9 @@ class Context:
     def time_remaining(self) -> float | None:
         return self._remaining
 
+    def peer(self) -> str:
+        return "ipv4:192.0.2.1:50321"
+
     async def abort(self, *status: Any) -> None:
         self.aborted = status
         raise grpc.aio.AbortError("aborted")
@@ -109,3 +112,29 @@ async def test_a_call_whose_caller_is_gone_closes_the_work_too():
     with pytest.raises(grpc.aio.UsageError):
         await handler(message(), context)
     assert closed.is_set() and context.aborted == ()
+
+
+@pytest.mark.parametrize(
+    ("peer", "caller"),
+    [
+        ("ipv4:192.0.2.1:50321", "ipv4:192.0.2.1"),
+        ("ipv6:[2001:db8::1]:50321", "ipv6:[2001:db8::1]"),
+        ("ipv6:%5B::1%5D:1", "ipv6:%5B::1%5D"),
+        ("unix:/run/a:b", "unix:/run/a:b"),
+        ("unix:", "unix:"),
+    ],
+)
+async def test_a_caller_is_its_address_whatever_the_connection(peer, caller):
+    """The port, which every connection has another one of, does not tell callers apart."""
+    seen = []
+
+    async def behaviour(request: pb.GetModelRequest, call: Call) -> AsyncGenerator[pb.GetModelResponse]:
+        seen.append(call.caller)
+        return
+        yield
+
+    _, handler = router_for(behaviour)
+    context = Context()
+    context.peer = lambda: peer
+    await handler(message(), context)
+    assert seen == [caller]

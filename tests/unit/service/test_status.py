@@ -24,7 +24,9 @@ CODES = {
     "source_too_long": "INVALID_ARGUMENT",
     "model_not_found": "NOT_FOUND",
     "unsupported": "UNIMPLEMENTED",
+    "model_unsupported": "FAILED_PRECONDITION",
     "overloaded": "RESOURCE_EXHAUSTED",
+    "too_late": "RESOURCE_EXHAUSTED",
     "deadline": "DEADLINE_EXCEEDED",
     "cancelled": "CANCELLED",
     "not_ready": "UNAVAILABLE",
@@ -44,9 +46,10 @@ def test_every_error_has_the_status_of_the_table_and_comes_back(kind):
 
 def test_the_time_to_wait_comes_back_with_an_overload():
     """RetryInfo carries it."""
-    back = error_of(status_of(errors.OverloadedError("full", retry_after_seconds=2.5)))
-    assert isinstance(back, errors.OverloadedError)
-    assert back.retry_after_seconds == 2.5
+    for kind in (errors.OverloadedError, errors.TooLateError):
+        back = error_of(status_of(kind("full", retry_after_seconds=2.5)))
+        assert type(back) is kind
+        assert back.retry_after_seconds == 2.5
 
 
 def test_an_unknown_exception_is_hidden_from_the_caller(caplog):

@@ -2,34 +2,61 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.errors import DragomanError, InvalidRequestError, UnsupportedError
-from dragoman.pipeline import TextHypothesis, TextResult, TextSegment, TextUpdate
+from dragoman.alignment import AlignmentPoint
+from dragoman.answer import TextHypothesis, TextResult, TextScore, TextSegment, TextUpdate, TopToken
+from dragoman.errors import DragomanError, InvalidRequestError
 from dragoman.servicers import wire
 from dragoman.types import DecodingOptions, FinishReason, Timing
 from dragoman.v1 import generation_pb2 as pb
 
 texts = st.text(max_size=8)
+counts = st.integers(0, 2**32 - 1)
+numbers = st.floats(-100, 0)
 hypotheses = st.builds(
-    lambda text, tokens, reason, scores: TextHypothesis(
-        text, tuple(tokens), reason, None if scores is None else sum(scores), None if scores is None else tuple(scores)
+    lambda text, tokens, reason, scores, alignment, top: TextHypothesis(
+        text,
+        tuple(tokens),
+        reason,
+        *((None, None, None) if scores is None else (sum(scores) / 2, tuple(scores), sum(scores, 0.0))),
+        tuple(alignment),
+        tuple(tuple(place) for place in top),
     ),
     texts,
     st.lists(texts, max_size=3),
     st.sampled_from(FinishReason),
-    st.none() | st.lists(st.floats(-100, 0), max_size=3),
+    st.none() | st.lists(numbers, max_size=3),
+    st.lists(
+        st.builds(AlignmentPoint, counts, counts, st.floats(0, 1, width=32), st.tuples(counts, counts)), max_size=3
+    ),
+    st.lists(st.lists(st.builds(TopToken, texts, numbers), max_size=2), max_size=2),
 )
-counts = st.integers(0, 2**32 - 1)
+times = st.builds(Timing, *[st.integers(0, 10**12).map(lambda n: n / 1e9)] * 4)
 results = st.builds(
     TextResult,
     texts,
-    st.lists(st.builds(TextSegment, counts, counts, st.tuples(hypotheses)), max_size=2).map(tuple),
+    st.lists(
+        st.builds(
+            TextSegment,
+            counts,
+            counts,
+            st.lists(hypotheses, min_size=1, max_size=2).map(tuple),
+            st.lists(texts, max_size=3).map(tuple),
+        ),
+        max_size=2,
+    ).map(tuple),
     counts,
     counts,
-    st.builds(Timing, *[st.integers(0, 10**12).map(lambda n: n / 1e9)] * 4),
+    times,
+    st.none() | st.integers(0, 2**64 - 1),
+)
+scores = st.builds(
+    TextScore, st.lists(texts, max_size=3).map(tuple), st.lists(numbers).map(tuple), numbers, counts, times
 )
 
 
@@ -39,7 +66,7 @@ def test_a_result_comes_back_as_it_was_sent(result):
     message = wire.result_to_wire(result, model="m", version="1", request_id="r")
     back = wire.result_from_wire(pb.GenerateResponse.FromString(message.SerializeToString()))
     assert back.timing.total_seconds == pytest.approx(result.timing.total_seconds, abs=2e-9)
-    assert (back.text, back.segments) == (result.text, result.segments)
+    assert (back.text, back.segments, back.seed) == (result.text, result.segments, result.seed)
     assert (back.num_source_tokens, back.num_generated_tokens) == (
         result.num_source_tokens,
         result.num_generated_tokens,
@@ -52,7 +79,57 @@ def test_an_update_comes_back_as_it_was_sent(update):
     assert wire.update_from_wire(wire.update_to_wire(update)) == update
 
 
-@given(st.builds(DecodingOptions, st.none() | st.integers(1, 1_000_000), return_scores=st.booleans()))
+@given(scores)
+def test_a_score_comes_back_as_it_was_sent(score):
+    """Up to the nanosecond of a duration."""
+    message = wire.score_to_wire(score, model="m", version="1", request_id="r")
+    back = wire.score_from_wire(pb.ScoreResponse.FromString(message.SerializeToString()))
+    assert back.timing.total_seconds == pytest.approx(score.timing.total_seconds, abs=2e-9)
+    assert dataclasses.replace(back, timing=score.timing) == score
+
+
+names = st.lists(texts, max_size=2).map(tuple)
+steering = {
+    "max_new_tokens": st.none() | st.integers(100, 1_000_000),
+    "min_new_tokens": st.integers(0, 100),
+    "max_length_ratio": st.none() | st.floats(0.1, 1000),
+    "length_penalty": st.floats(-10, 10),
+    "repetition_penalty": st.floats(0.1, 100),
+    "no_repeat_ngram_size": st.integers(0, 100),
+    "target_prefix": texts,
+    "suppress_tokens": names,
+    "suppress_sequences": st.lists(st.lists(texts, min_size=1, max_size=2).map(tuple), max_size=2).map(tuple),
+    "stop": st.lists(st.text(min_size=1, max_size=8), max_size=2).map(tuple),
+    "detect_repetition": st.booleans(),
+    "return_scores": st.booleans(),
+    "num_top_tokens": st.integers(0, 32),
+    "return_alignment": st.booleans(),
+}
+some_options = (
+    st.builds(
+        DecodingOptions,
+        beam_size=st.integers(5, 1024),
+        patience=st.floats(1, 100),
+        num_hypotheses=st.integers(1, 5),
+        **steering,
+    )
+    | st.builds(
+        DecodingOptions,
+        temperature=st.floats(0.001, 100),
+        num_hypotheses=st.integers(1, 1024),
+        top_k=st.integers(0, 1_000_000),
+        top_p=st.floats(0.01, 1),
+        min_p=st.floats(0, 1),
+        seed=st.none() | st.integers(0, 2**64 - 1),
+        **steering,
+    )
+    | st.builds(
+        DecodingOptions, num_hypotheses=st.integers(1, 1024), return_alternatives=st.just(value=True), **steering
+    )
+)
+
+
+@given(some_options)
 def test_options_come_back_as_they_were_sent(options):
     """What is unset stays the default."""
     assert wire.options_from_wire(wire.options_to_wire(options)) == options
@@ -72,9 +149,14 @@ def test_the_message_knows_every_finish_reason():
 
 def test_an_explicit_default_is_as_good_as_none():
     """beam_size 1 is greedy search, whether it was said or not."""
-    assert wire.options_from_wire(pb.DecodingOptions(beam_size=1, temperature=0.0)) == DecodingOptions()
-    with pytest.raises(UnsupportedError):
-        wire.options_from_wire(pb.DecodingOptions(beam_size=2))
+    assert wire.options_from_wire(pb.DecodingOptions(beam_size=1, temperature=0.0, top_p=1.0)) == DecodingOptions()
+
+
+def test_an_unknown_field_of_a_suppressed_sequence_is_named():
+    """Repeated messages are looked into where they are read."""
+    options = pb.DecodingOptions.FromString(b"\x9a\x01\x03\x98\x06\x01")  # field 19 holds a message with a field 99
+    with pytest.raises(InvalidRequestError, match=r"suppress_sequences\[0\] has a field 99"):
+        wire.options_from_wire(options)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,16 @@
 
 import random
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from dragoman_training.config import ModelConfig
-from dragoman_training.model import Transformer
+from dragoman_training.model import KeyValue, Transformer
 
 torch.set_num_threads(1)  # two threads that share a toy-sized product mostly wait for each other
 
@@ -124,3 +125,39 @@ def make_model() -> Callable[..., Transformer]:
         return model.eval()
 
     return make
+
+
+Script = Callable[[tuple[int, ...]], list[float]]
+SCRIPTED_VOCABULARY = 7  # the four specials and three more
+
+
+class Scripted(Transformer):
+    """Logits are a function of the tokens read so far, which the self-attention cache carries, as in earnest."""
+
+    script: Script
+
+    def step(
+        self, tokens: Tensor, cached: Tensor, past: list[KeyValue], memory: list[KeyValue], lengths: Tensor
+    ) -> tuple[Tensor, list[KeyValue]]:
+        for row, (token, position) in enumerate(zip(tokens.tolist(), cached.tolist(), strict=True)):
+            past[0].key[row, 0, position, 0] = token
+        read = [past[0].key[row, 0, : position + 1, 0].int().tolist() for row, position in enumerate(cached.tolist())]
+        return torch.tensor([self.script(tuple(tokens)) for tokens in read]), past
+
+
+@pytest.fixture
+def scripted(make_model: Callable[..., Transformer]) -> Callable[[Script], Scripted]:
+    """Make a model from a script."""
+
+    def make(script: Script) -> Scripted:
+        model = Scripted(make_model(target_vocab_size=SCRIPTED_VOCABULARY, num_heads=1).config)
+        model.script = script
+        return model.eval()
+
+    return make
+
+
+def noise(tokens: Sequence[int]) -> list[float]:
+    """Arbitrary logits that depend on every token read."""
+    generator = torch.Generator().manual_seed(hash(tuple(tokens)) % 2**31)
+    return [float(x) for x in torch.randn(SCRIPTED_VOCABULARY, generator=generator) * 2]

@@ -3,66 +3,34 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from tests.unit.training.conftest import SCRIPTED_VOCABULARY as VOCABULARY
+from tests.unit.training.conftest import Script, Scripted, noise
 from torch import Tensor
 
-from dragoman_training.decode import (
-    FIRST_CAPACITY,
+from dragoman_training.beam import (
     BeamOptions,
-    allowed_log_probs,
     beam_search,
     beam_search_all,
-    greedy,
-    greedy_all,
-    in_groups,
+    beam_search_together,
     most_probable,
 )
+from dragoman_training.decode import FIRST_CAPACITY, greedy, greedy_all, in_groups, score
+from dragoman_training.errors import DecodingError
 from dragoman_training.model import KeyValue, Transformer
+from dragoman_training.steering import Steering, allowed_log_probs
 from dragoman_training.tokenizer import SPECIAL_IDS, SpecialIds
 
 MakeModel = Callable[..., Transformer]
 EOS = SPECIAL_IDS.eos
 A, B, C = 4, 5, 6
-VOCABULARY = 7
 
 
-class Scripted(Transformer):
-    """Logits are a function of the tokens read so far, which the self-attention cache carries, as in earnest."""
-
-    script: Callable[[tuple[int, ...]], list[float]]
-
-    def step(
-        self, tokens: Tensor, cached: Tensor, past: list[KeyValue], memory: list[KeyValue], lengths: Tensor
-    ) -> tuple[Tensor, list[KeyValue]]:
-        for row, (token, position) in enumerate(zip(tokens.tolist(), cached.tolist(), strict=True)):
-            past[0].key[row, 0, position, 0] = token
-        read = [past[0].key[row, 0, : position + 1, 0].int().tolist() for row, position in enumerate(cached.tolist())]
-        return torch.tensor([self.script(tuple(tokens)) for tokens in read]), past
-
-
-@pytest.fixture
-def scripted(make_model: MakeModel) -> Callable[[Callable[[tuple[int, ...]], list[float]]], Scripted]:
-    """Make a model from a script."""
-
-    def make(script: Callable[[tuple[int, ...]], list[float]]) -> Scripted:
-        model = Scripted(make_model(target_vocab_size=VOCABULARY, num_heads=1).config)
-        model.script = script
-        return model.eval()
-
-    return make
-
-
-def noise(tokens: Sequence[int]) -> list[float]:
-    """Arbitrary logits that depend on every token read."""
-    generator = torch.Generator().manual_seed(hash(tuple(tokens)) % 2**31)
-    return [float(x) for x in torch.randn(VOCABULARY, generator=generator) * 2]
-
-
-def brute_force(
-    script: Callable[[tuple[int, ...]], list[float]], steps: int, penalty: float
-) -> tuple[float, list[int]]:
+def brute_force(script: Script, steps: int, penalty: float) -> tuple[float, list[int]]:
     """The best score of all sequences that end within ``steps``, or are cut there."""
     best = (-math.inf, [0])
     for length in range(1, steps + 1):
@@ -97,7 +65,7 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(
     assert [h.score for h in found] == sorted((h.score for h in found), reverse=True)
 
 
-def table(entries: dict[str, dict[str, float]]) -> Callable[[tuple[int, ...]], list[float]]:
+def table(entries: dict[str, dict[str, float]]) -> Script:
     """Probabilities written as words: what was read, then the next token ("." ends)."""
     ids = {"A": A, "B": B, "C": C, ".": EOS}
 
@@ -136,7 +104,8 @@ def test_a_worked_example(scripted: Callable[..., Scripted]) -> None:
 
 
 def test_without_length_penalty_the_first_finished_rank_may_end_it(scripted: Callable[..., Scripted]) -> None:
-    """B. is ranked first in step 2, and one hypothesis is wanted: no third step is run."""
+    """B. is ranked first in step 2, and one hypothesis is wanted: no third step is run, unless coverage may change who
+    is the best."""
     reads: list[int] = []
 
     def script(tokens: tuple[int, ...]) -> list[float]:
@@ -146,6 +115,20 @@ def test_without_length_penalty_the_first_finished_rank_may_end_it(scripted: Cal
     options = BeamOptions(beam_size=2, max_new_tokens=9, length_penalty=0.0)
     assert beam_search(scripted(script), [4, EOS], options)[0].tokens == [B]
     assert max(reads) == 2
+    beam_search(scripted(script), [4, EOS], replace(options, coverage_penalty=0.1))
+    assert max(reads) == 3
+
+
+@pytest.mark.parametrize(
+    ("patience", "best"), [(0.5, [B]), (0.75, [A, A]), (1.0, [A, A]), (1.5, [A, A]), (2.0, [A, B, A])]
+)
+def test_patience_waits_for_more_hypotheses(
+    scripted: Callable[..., Scripted], patience: float, best: list[int]
+) -> None:
+    """A penalty that lets the longest win. B. is finished in step 2, AA. and AB. in step 3, ABA. in step 4: beam 2
+    stops with one, two (1.5, rounded), two, three or four of them."""
+    options = BeamOptions(beam_size=2, max_new_tokens=9, length_penalty=5.0, patience=patience)
+    assert beam_search(scripted(table(WORKED)), [4, EOS], options)[0].tokens == best
 
 
 def test_the_last_step_finishes_every_beam(scripted: Callable[..., Scripted]) -> None:
@@ -223,11 +206,30 @@ def test_decoding_starts_from_the_one_decoder_start_id(scripted: Callable[..., S
     assert set(reads) == {6}
 
 
-@pytest.mark.parametrize("values", [{"beam_size": 2, "num_hypotheses": 3}, {"beam_size": 1, "max_new_tokens": 0}])
-def test_impossible_options_are_refused(values: dict[str, int]) -> None:
-    """More hypotheses than beams, or no step at all."""
-    with pytest.raises(ValueError, match="it must be"):
-        BeamOptions(**{"max_new_tokens": 5, **values})
+NAN, INFINITY = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_hypotheses": 3},
+        {"num_hypotheses": 0},
+        {"beam_size": 0},
+        {"max_new_tokens": 0},
+        {"num_hypotheses": 2, "patience": 0.5},
+        {"patience": 0.2},
+        {"patience": NAN},
+        {"patience": INFINITY},
+        {"length_penalty": NAN},
+        {"coverage_penalty": INFINITY},
+        {"steering": Steering(min_new_tokens=6)},
+    ],
+    ids=str,
+)
+def test_impossible_options_are_refused(values: dict[str, Any]) -> None:
+    """More hypotheses than beams or than are waited for, no step, numbers that are none, a minimum over the maximum."""
+    with pytest.raises(ValueError, match=f"{next(iter(values))}|min_new_tokens.*must be"):
+        BeamOptions(**{"beam_size": 2, "max_new_tokens": 5, **values})
 
 
 class BySource(Scripted):
@@ -304,3 +306,100 @@ def test_groups_are_of_near_equal_length_and_results_in_the_sources_order() -> N
     assert in_groups(sources, 2, lengths) == [5, 1, 4, 2, 3]
     assert asked == [[1, 2], [3, 4], [5]]
     assert in_groups([], 2, lengths) == []
+
+
+def test_a_prefix_is_fed_and_costs_nothing(scripted: Callable[..., Scripted]) -> None:
+    """Behind A come AA. and AB.: their scores, lengths and limits are those of what comes behind it."""
+    model = scripted(table(WORKED))
+    options = BeamOptions(beam_size=2, max_new_tokens=2, num_hypotheses=2)
+    found = beam_search(model, [4, EOS], options, prefix=[A])
+    assert [(h.tokens, h.finish_reason) for h in found] == [([A, A], "stop"), ([A, B], "stop")]
+    assert [h.score for h in found] == pytest.approx([math.log(0.35) / 2, math.log(0.35 * 0.6) / 2])
+    assert found[1].log_probs == pytest.approx([math.log(0.35), math.log(0.6)])
+    output = greedy(model, [[4, EOS]], 1, prefixes=[[A, B]])[0]
+    assert (output.tokens, output.finish_reason) == ([A, B], "stop")
+    assert output.log_probs == pytest.approx([math.log(0.6)])
+    output = greedy(model, [[4, EOS]], 1, prefixes=[[A]])[0]
+    assert (output.tokens, output.finish_reason) == ([A, A], "length")
+
+
+def test_any_tokens_may_be_a_prefix(scripted: Callable[..., Scripted]) -> None:
+    """Ids that are never produced or suppressed, and repeated ones: they are forced, not chosen."""
+    model = scripted(lambda tokens: [0.0, 0.0, -1.0, 0.0, 0.0, 0.5, 0.0])
+    prefix = [SPECIAL_IDS.unk, B, B]
+    steering = Steering(suppressed=(B,), no_repeat_ngram_size=1)
+    output = greedy(model, [[4, EOS]], 1, prefixes=[prefix], steering=steering)[0]
+    assert output.tokens == [*prefix, A]
+    options = BeamOptions(beam_size=2, max_new_tokens=1, num_hypotheses=2, steering=steering)
+    assert [h.tokens for h in beam_search(model, [4, EOS], options, prefix=prefix)] == [[*prefix, A], [*prefix, C]]
+
+
+def test_greedy_search_goes_on_from_a_prefix_as_it_would_have(make_model: MakeModel) -> None:
+    """The beginning of each answer as a prefix gives the answer, also beyond the caches' first capacity."""
+    model = make_model()
+    model.projection.bias.data[EOS] -= 3.0
+    sources = [[4, 5, 6, EOS], [7, EOS], [8, 9, 10, 11, 4, EOS]]
+    limit = FIRST_CAPACITY + 8
+    for source, whole in zip(sources, greedy(model, sources, limit), strict=True):
+        for count in (1, FIRST_CAPACITY, len(whole.tokens) - 1):
+            rest = greedy(model, [source], limit - count, prefixes=[whole.tokens[:count]])[0]
+            assert (rest.tokens, rest.finish_reason) == (whole.tokens, whole.finish_reason)
+            assert rest.log_probs == pytest.approx(whole.log_probs[count:], abs=1e-5)
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_prefixes_of_unlike_lengths_together_give_what_each_gives_alone(make_model: MakeModel, beam: int) -> None:
+    """Sources of unlike lengths too, one of them without a prefix."""
+    model = make_model()
+    sources = [[4, 5, 6, EOS], [7, EOS], [8, 9, 10, 11, 4, EOS], [5, EOS]]
+    prefixes = [[4, 5], [], [7] * (FIRST_CAPACITY + 1), [9, 8, 7]]
+    options = BeamOptions(beam_size=beam, max_new_tokens=6, num_hypotheses=beam, length_penalty=0.6)
+    searched = beam_search_together(model, sources, options, prefixes=prefixes)
+    outputs = greedy(model, sources, 6, prefixes=prefixes)
+    for found, output, source, prefix in zip(searched, outputs, sources, prefixes, strict=True):
+        alone = beam_search(model, source, options, prefix=prefix)
+        assert [h.tokens for h in found] == [h.tokens for h in alone]
+        assert [h.score for h in found] == pytest.approx([h.score for h in alone], abs=1e-5)
+        assert all(h.tokens[: len(prefix)] == prefix for h in found)
+        assert output.tokens == greedy(model, [source], 6, prefixes=[prefix])[0].tokens
+        if beam == 1:
+            assert found[0].tokens == output.tokens
+
+
+def test_each_source_needs_its_prefix(make_model: MakeModel) -> None:
+    """Two sources and one prefix are a mistake."""
+    with pytest.raises(ValueError, match="1 prefixes for 2 sources"):
+        greedy(make_model(), [[4, EOS], [5, EOS]], 5, prefixes=[[A]])
+
+
+def test_the_score_of_an_output_is_the_one_it_was_found_with(make_model: MakeModel) -> None:
+    """Teacher-forced at once or token by token, the end token included."""
+    model = make_model()
+    model.projection.bias.data[EOS] += 3.0
+    sources = [[4, 5, 6, EOS], [7, EOS], [8, 9, 10, 11, 4, EOS]]
+    for source in sources:
+        output = greedy(model, [source], 30)[0]
+        assert output.finish_reason == "stop"
+        assert score(model, source, output.tokens) == pytest.approx(output.log_probs, abs=1e-5)
+    assert len(score(model, sources[0], [])) == 1
+    unlikely = score(model, sources[0], [A, SPECIAL_IDS.unk, B])
+    assert unlikely[1] == -math.inf
+    assert all(math.isfinite(x) for x in (unlikely[0], unlikely[2], unlikely[3]))
+
+
+def test_a_search_that_may_choose_nothing_says_so(scripted: Callable[..., Scripted]) -> None:
+    """All suppressed, or all used up; a beam that runs dry while another lives is only dropped."""
+    model = scripted(lambda tokens: [0.0] * VOCABULARY)
+    everything = Steering(suppressed=(A, B, C, EOS))
+    with pytest.raises(DecodingError, match="source 0: no token may come at position 0"):
+        greedy(model, [[4, EOS]], 5, steering=everything)
+    with pytest.raises(DecodingError, match="source 0: no token may come at position 1"):
+        beam_search(model, [4, EOS], BeamOptions(beam_size=2, max_new_tokens=5, steering=everything), prefix=[A])
+    used_up = Steering(min_new_tokens=4, no_repeat_ngram_size=1)
+    with pytest.raises(DecodingError, match="position 3"):
+        greedy(model, [[4, EOS]], 5, steering=used_up)
+    dry = Steering(suppressed=(EOS,), suppressed_sequences=((A, A), (A, B), (A, C)))
+    options = BeamOptions(beam_size=3, max_new_tokens=3, num_hypotheses=3, steering=dry)
+    found = beam_search(model, [4, EOS], options)
+    assert [h.tokens[0] for h in found] == [B] * 3
+    assert all(math.isfinite(x) for h in found for x in h.log_probs)

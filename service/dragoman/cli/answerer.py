@@ -1,0 +1,96 @@
+"""Whoever answers for a command: a model that runs here, or a server."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dragoman.cli import runtime
+from dragoman.config import EngineConfig, ServerConfig
+from dragoman.errors import ConfigError
+
+if TYPE_CHECKING:  # heavy
+    from dragoman.answer import TextResult, TextScore, TextUpdate
+    from dragoman.types import DecodingOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Answerer:
+    """What can be asked of a model, wherever it is."""
+
+    generate: Callable[[str, DecodingOptions], Awaitable[TextResult]]
+    stream: Callable[[str, DecodingOptions], AsyncGenerator[TextUpdate | TextResult]]
+    score: Callable[[str, str], Awaitable[TextScore]]
+
+
+def add_answerer_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say who answers, but for the engine's."""
+    parser.add_argument("--bundle", type=Path, metavar="DIR", help="the model to run here: a folder of dragoman export")
+    parser.add_argument("--model", metavar="NAME", help=f"{runtime.model_help()}; with --target, the served model")
+    parser.add_argument("--target", metavar="HOST:PORT", help="ask this server instead of running a model here")
+    parser.add_argument(
+        "--priority",
+        type=int,
+        metavar="N",
+        help="with --target: of waiting requests, the higher goes first (-10 to 10)",
+    )
+
+
+def check_answerer(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options that exclude each other."""
+    if args.target is None and args.priority is not None:
+        raise ConfigError("--priority was given without --target: a model that runs here has no other callers")
+    if args.target is not None and args.bundle is not None:
+        raise ConfigError("--bundle and --target were both given: a server chooses its own bundle")
+    if args.target is not None and args.precision is not None:
+        raise ConfigError("--precision and --target were both given: a server chooses its own graphs")
+    if args.target is not None and args.shortlist:
+        raise ConfigError("--shortlist and --target were both given: a server chooses whether it has one")
+
+
+@asynccontextmanager
+async def open_answerer(args: argparse.Namespace) -> AsyncIterator[Answerer]:
+    """The one that the options name."""
+    async with _served(args) if args.target is not None else _in_process(args) as answerer:
+        yield answerer
+
+
+@asynccontextmanager
+async def _in_process(args: argparse.Namespace) -> AsyncIterator[Answerer]:
+    runtime.check_runtime()
+    from dragoman.pipeline import TextLimits
+    from dragoman.served_model import ServedModel
+
+    server = ServerConfig()
+    engine = runtime.settings(EngineConfig, args)
+    limits = TextLimits(server.max_text_bytes, server.max_segments)
+    model = ServedModel.load(
+        runtime.bundle_path(args.bundle, args.model),
+        engine,
+        limits,
+        precision=args.precision,
+        shortlist=args.shortlist,
+    )
+    model.start()
+    try:
+        yield Answerer(model.pipeline.generate, model.pipeline.stream, model.pipeline.score)
+    finally:
+        await model.close()
+
+
+@asynccontextmanager
+async def _served(args: argparse.Namespace) -> AsyncIterator[Answerer]:
+    from dragoman.client import AsyncClient
+
+    priority = args.priority or 0
+    async with AsyncClient(args.target, model=args.model or "") as client:
+        yield Answerer(
+            partial(client.generate, priority=priority),
+            partial(client.stream, priority=priority),
+            partial(client.score, priority=priority),
+        )

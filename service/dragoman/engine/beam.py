@@ -1,0 +1,180 @@
+"""Beam search over rows of the slot table. No tensors: ranks, totals, and which row's prefix is copied where.
+
+The semantics are those of CTranslate2's ``translate_batch`` (version 4). Each step ranks the 2 x ``beam_size`` best
+continuations of all beams, ties going to the better beam and then to the smaller id. Of the first ``beam_size``, those
+that end are finished, and their places go to the next continuations that do not end; endings of lower rank are dropped.
+In the last step, all of the first ``beam_size`` are finished. The search stops when ``beam_size`` x ``patience``
+hypotheses are finished; with neither patience nor length penalty already when one that was ranked first is, and
+``num_hypotheses`` are in all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dragoman.engine.choice import Offers, Ranked
+from dragoman.engine.repetition import loops
+from dragoman.engine.search import Hypothesis, Progress, check_usable
+from dragoman.types import FinishReason, GenerationRequest, HypothesisResult
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A beam and one more token."""
+
+    origin: int  # the place of the beam among the live ones
+    token: int
+    log_prob: float
+    total: float
+
+
+@dataclass(slots=True)
+class Beam:
+    """A live partial answer, and the row that holds its prefix."""
+
+    row: Hypothesis
+    total: float  # the sum of log-probabilities
+
+
+class BeamSearch:
+    """One request's beams: ``beam_size`` rows, of which each live beam owns one."""
+
+    def __init__(self, request: GenerationRequest, decoder_start: int, eos: int) -> None:
+        self._request, self._eos = request, eos
+        self.rows = [Hypothesis(decoder_start) for _ in range(request.search.beam_size)]
+        # Until they part, all rows read the same: the first stands for all.
+        self._beams = [Beam(self.rows[0], 0.0)]
+        self._parted = False
+        self._finished: list[tuple[float, Hypothesis]] = []  # with their scores
+        self._first_finished = False
+        self._num_steps = 0  # behind the prefix
+        self._num_certain = 0  # tokens that all hypotheses have in common and that were told
+
+    def deciding(self) -> list[Hypothesis]:
+        if len(self.rows[0].tokens) < len(self._request.prefix) and not self._parted:
+            return []
+        return [beam.row for beam in self._beams]
+
+    def advance(self, offers: Offers) -> Progress:
+        progress = Progress()
+        place = len(self.rows[0].tokens)
+        if not self._parted and place < len(self._request.prefix):
+            for row in self.rows:
+                row.append(self._request.prefix[place])
+        else:
+            self._num_steps += 1
+            self._advance(offers, progress)
+        self._tell(progress)
+        return progress
+
+    def _advance(self, offers: Offers, progress: Progress) -> None:
+        size = self._request.search.beam_size
+        for beam in self._beams:
+            check_usable(offers.value(beam.row.slot), len(beam.row.tokens))
+        offered = [offers.ranked(beam.row.slot, 2 * size) for beam in self._beams]
+        best = sorted(
+            (-(beam.total + log_prob), origin, token, log_prob)
+            for origin, (beam, ranked) in enumerate(zip(self._beams, offered, strict=True))
+            for token, log_prob in zip(ranked.tokens, ranked.log_probs, strict=True)
+        )[: 2 * size]
+        ranked = [Continuation(origin, token, log_prob, -cost) for cost, origin, token, log_prob in best]
+        last = self._num_steps == self._request.max_new_tokens
+        spare = iter([c for c in ranked[size:] if c.token != self._eos])
+        going: list[Continuation] = []
+        for rank, continuation in enumerate(ranked[:size]):
+            if reason := self._end(continuation, last=last):
+                self._finish(continuation, reason, offered)
+                self._first_finished = self._first_finished or rank == 0
+                going += [c for c in [next(spare, None)] if c is not None]
+            else:
+                going.append(continuation)
+        if last or self._enough():
+            going = []
+        self._go_on(going, offered, progress)
+        progress.finished = not going
+        if progress.finished:
+            self._finished.sort(key=lambda finished: -finished[0])
+            progress.released = self.rows
+            self.rows = []
+
+    def _end(self, continuation: Continuation, *, last: bool) -> FinishReason | None:
+        """Why a continuation ends here, if it does."""
+        if continuation.token == self._eos:
+            return FinishReason.STOP
+        if last:
+            return FinishReason.LENGTH
+        if self._request.stop_at_loops:
+            tokens = [*self._beams[continuation.origin].row.tokens, continuation.token]
+            return FinishReason.REPETITION if loops(tokens, len(self._request.prefix)) else None
+        return None
+
+    def _enough(self) -> bool:
+        search = self._request.search
+        if search.patience == 1 and search.length_penalty == 0:
+            return self._first_finished and len(self._finished) >= search.num_hypotheses
+        return len(self._finished) >= max(1, math.floor(search.beam_size * search.patience + 0.5))
+
+    def _finish(self, continuation: Continuation, reason: FinishReason, offered: list[Ranked]) -> None:
+        row = self._continued(continuation, offered)
+        if continuation.token != self._eos:
+            row.tokens.append(continuation.token)
+        row.finish_reason = reason
+        length = len(row.tokens) - len(self._request.prefix) + (continuation.token == self._eos)
+        self._finished.append((continuation.total / length**self._request.search.length_penalty, row))
+
+    def _continued(self, continuation: Continuation, offered: list[Ranked]) -> Hypothesis:
+        """The origin's tokens, and one score more: a copy that owns no slot."""
+        origin = self._beams[continuation.origin].row
+        top = origin.top
+        if count := self._request.num_top:
+            first = offered[continuation.origin]
+            top = [*top, Ranked(first.tokens[:count], first.log_probs[:count])]
+        return Hypothesis(continuation.token, [*origin.tokens], [*origin.token_scores, continuation.log_prob], top)
+
+    def _go_on(self, going: list[Continuation], offered: list[Ranked], progress: Progress) -> None:
+        """Give each continuation a row: its origin's, or where another has it, one that none comes from."""
+        continued = [self._continued(continuation, offered) for continuation in going]
+        origins = [self._beams[continuation.origin].row for continuation in going]
+        wanted = {id(row) for row in origins}
+        free = [row for row in self.rows if id(row) not in wanted]
+        beams, used = [], set[int]()
+        for continuation, new, origin in zip(going, continued, origins, strict=True):
+            row = origin
+            if id(origin) in used:
+                row = free.pop(0)
+                if self._parted:
+                    progress.forks.append((origin, row))
+            used.add(id(row))
+            beams.append((row, new, continuation))
+        for row, new, continuation in beams:
+            row.tokens, row.token_scores, row.top = new.tokens, new.token_scores, new.top
+            row.append(continuation.token)
+        self._beams = [Beam(row, continuation.total) for row, _, continuation in beams]
+        self._parted = True
+
+    def _tell(self, progress: Progress) -> None:
+        """The tokens that every answer will have: those that all live and finished hypotheses begin with."""
+        finished = [row.tokens for _, row in self._finished]
+        if progress.finished:
+            progress.tokens = finished[0][self._num_certain :]
+            return
+        answers = [*finished, *(beam.row.tokens for beam in self._beams)]
+        place = self._num_certain
+        shortest = min(map(len, answers))
+        while place < shortest and all(tokens[place] == answers[0][place] for tokens in answers):
+            progress.tokens.append(answers[0][place])
+            place += 1
+        self._num_certain = place
+
+    def stop(self) -> None:
+        raise AssertionError("a beam search ends by itself; its texts are cut at the end")
+
+    def results(self) -> tuple[HypothesisResult, ...]:
+        scored = self._request.return_scores
+        best = self._finished[: self._request.search.num_hypotheses]
+        return tuple(row.result(score if scored else None) for score, row in best)
+
+    def num_tokens(self) -> int:
+        rows = [row for _, row in self._finished[: self._request.search.num_hypotheses]]
+        return sum(len(row.tokens) - len(self._request.prefix) for row in rows)
