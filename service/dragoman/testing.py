@@ -40,9 +40,9 @@ VOCABULARY = PlainVocabulary("character", (*SPECIAL_TOKENS, *ALPHABET))
 
 
 def copy_script(source: TokenIds, fed: TokenIds) -> Sequence[float]:
-    """Answer with the source itself."""
+    """Answer with the source itself, and end where it ends, or later where that is not taken."""
     logits = [0.0] * len(VOCABULARY.tokens)
-    logits[source[len(fed) - 1]] = 5.0
+    logits[source[min(len(fed), len(source)) - 1]] = 5.0
     return logits
 
 

@@ -333,9 +333,9 @@ def test_beams_are_compared_with_pytorch(bundle):
 def test_another_beam_fails_the_comparison(checkpoint, runner, rules):
     """An answer that is worse than PyTorch's best is an error, and the message has both."""
     sources = [(4, 5, 6, 2), (7, 8, 2)]
-    references = [
-        found[0] for found in beam_search_all(checkpoint.model, sources, BeamOptions(beam_size=4, max_new_tokens=32))
-    ]
+    options = BeamOptions(beam_size=4, max_new_tokens=32)
+    found = beam_search_all(checkpoint.model, sources, options, checkpoint.special)
+    references = [best for best, *_ in found]
     answers = generate(runner, rules, sources, 32, 4)
     assert count_beam_ties(references, answers) == 0
     answers[1] = dataclasses.replace(answers[1], tokens=(4,), score=answers[1].score - 0.1)

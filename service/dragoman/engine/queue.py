@@ -5,9 +5,9 @@
 - *Room*: when all places are taken, a caller that holds fewer than its even share of them gets a place of whoever holds
   the most; that one's newest request ends with OverloadedError. So nobody can shut the others out.
 - *Several rows*: a sequence whose turn has come and that needs more rows than are free is set aside, one at a time, and
-  goes before all others as soon as a replica has the rows. Until then those behind it still pass, but only as many at a
-  time as leave its rows alone. So it waits no longer than the longest of the runs it found running, and only while it
-  waits for its rows, and does not leave enough of them, do the others wait for it.
+  goes before all others as soon as a replica has the rows. Until then those behind it pass, but never hold more rows at
+  a time than it leaves of a replica's. So once it is set aside, it waits no longer than the longest of the runs that go
+  on at that moment; small ones wait for it only where it needs nearly all rows, and no longer than that either.
 - *Steps*: what a replica takes before one decoding step is at most one encoder run of ``max_encode_tokens``, padding
   included (a lone longer source still goes): that bounds how long admissions hold up the running rows. And as it takes
   before every step, decoding never holds up admissions while rows are free.
@@ -66,12 +66,13 @@ class Queue:
 
     def check_room(self, num_sequences: int, caller: str = "") -> None:
         """Raises OverloadedError when so many more of this caller's would not fit into the queue."""
-        held = self._num_held.get(caller, 0)
-        share = self._max_waiting // (len(self._num_held) + (held == 0))
-        if len(self._waiting) + num_sequences > self._max_waiting and held + num_sequences > share:
-            raise OverloadedError(
-                f"{len(self._waiting)} requests wait already, the limit is {self._max_waiting}: retry later"
-            )
+        with self._changed:  # reentrant; without it, the last one of this caller's may be taken between two looks
+            held = self._num_held.get(caller, 0)
+            share = self._max_waiting // (len(self._num_held) + (held == 0))
+            if len(self._waiting) + num_sequences > self._max_waiting and held + num_sequences > share:
+                raise OverloadedError(
+                    f"{len(self._waiting)} requests wait already, the limit is {self._max_waiting}: retry later"
+                )
 
     def work_before(self, sequence: Sequence) -> int:
         """How many row-steps are expected to go before a sequence that is not put yet, as things stand."""
@@ -122,10 +123,9 @@ class Queue:
         return self._closed
 
     def cancelled(self, sequence: Sequence) -> None:
-        """This sequence was cancelled: if it waits here, the next sweep drops it."""
+        """This sequence was cancelled: if it waits here, the next sweep drops it. Where else it is does not matter."""
         with self._changed:
-            if sequence in self._waiting:
-                self._cancelled.append(sequence)
+            self._cancelled.append(sequence)
 
     def sweep(self, now: float) -> list[Dropped]:
         """Remove and return the waiting sequences that are cancelled, past their deadline, or displaced by others."""

@@ -20,7 +20,7 @@ from dragoman.engine.search import TokenSearch
 from dragoman.engine.sequence import Sequence
 from dragoman.engine.slots import Move
 from dragoman.engine.steering import steer
-from dragoman.errors import DragomanError, OverloadedError
+from dragoman.errors import DragomanError, InvalidRequestError, OverloadedError
 from dragoman.types import (
     GenerationRequest,
     GenerationResult,
@@ -165,9 +165,12 @@ def generate_all(
     queue = Queue(max_waiting=max(1, len(requests)), num_replicas=1, num_slots=runner.num_slots)
     replica = Replica(runner, queue, rules, config)
     sequences = [rules.sequence(request) for request in requests]
-    for sequence in sequences:
-        queue.put(sequence)
     outcomes: dict[Sequence, GenerationResult | DragomanError] = {}
+    for sequence in sequences:
+        try:
+            queue.put(sequence)
+        except InvalidRequestError as error:  # it needs more rows than there are
+            outcomes[sequence] = error
     while len(outcomes) < len(sequences):
         for delivery in replica.step():
             if delivery.outcome is not None:

@@ -117,7 +117,10 @@ class Scheduler:
             try:
                 progress = sequence.search.advance(offers)
             except RowError as error:
-                update.advances.append(Advance(sequence, [], finished=True, error=error))
+                # What a text that has its end already does next does not matter.
+                if stopped := sequence.stopped:
+                    sequence.search.stop()
+                update.advances.append(Advance(sequence, [], finished=True, error=None if stopped else error))
                 continue
             update.forks += [Move(origin.slot, row.slot) for origin, row in progress.forks]
             released += progress.released

@@ -154,7 +154,9 @@ class TokenSearch:
         self._parts = False
         first = self.rows[0]
         check_usable(offers.value(first.slot), len(first.tokens))
-        tokens = offers.ranked(first.slot, len(self.rows)).tokens
+        # To end is no alternative.
+        ranked = offers.ranked(first.slot, len(self.rows) + 1).tokens
+        tokens = [token for token in ranked if token != self._eos][: len(self.rows)]
         for row, token in zip(self.rows, tokens, strict=False):
             self._take(row, token, offers, progress)
         for row in self.rows[len(tokens) :]:  # fewer tokens may come than alternatives were asked for

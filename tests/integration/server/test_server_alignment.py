@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from dragoman.alignment import AlignmentPoint
-from dragoman.errors import ModelUnsupportedError
 from dragoman.answer import TextUpdate
+from dragoman.errors import ModelUnsupportedError
 from dragoman.types import DecodingOptions
 from dragoman.v1 import generation_pb2 as pb
 

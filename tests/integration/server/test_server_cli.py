@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dragoman.cli import generate
+from dragoman.cli import generate, score
 from dragoman.errors import ConfigError, ModelNotFoundError, NotReadyError
 
 STDIN = """
@@ -22,12 +22,12 @@ sys.exit(generate.run(parser.parse_args()))
 """
 
 
-async def run(running: Any, *arguments: str) -> int:
+async def run(running: Any, *arguments: str, command: Any = generate) -> int:
     """The command in a thread, with an event loop of its own."""
     parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
+    command.add_arguments(parser)
     args = parser.parse_args(["--target", f"127.0.0.1:{running.server.port}", *arguments])
-    return await asyncio.to_thread(generate.run, args)
+    return await asyncio.to_thread(command.run, args)
 
 
 async def test_texts_are_answered_line_by_line(start_server, capfdbinary):
@@ -43,6 +43,38 @@ async def test_texts_are_answered_line_by_line(start_server, capfdbinary):
     assert answer["segments"][0]["hypotheses"][0]["finish_reason"] == "stop"
     assert await run(running, "--stream", " abc\nde") == 0
     assert capfdbinary.readouterr().out == b" abc\nde\n"
+
+
+async def test_all_there_is_to_know_is_in_the_json(start_server, capfdbinary):
+    """Several answers, their scores and alternatives, and the seed of what was drawn; a stream shows the best alone."""
+    running = await start_server()
+    flags = ["--beam-size", "2", "--num-hypotheses", "2", "--return-scores", "--num-top-tokens", "2"]
+    assert await run(running, "--json", *flags, "--priority", "1", "abc") == 0
+    answer = json.loads(capfdbinary.readouterr().out)
+    first, second = answer["segments"][0]["hypotheses"]
+    assert first["score"] >= second["score"] and first["log_probability"] == pytest.approx(sum(first["token_scores"]))
+    assert set(first["top_tokens"][0][0]) == {"token", "log_probability"}
+    assert await run(running, "--json", "--temperature", "1", "--seed", "5", "abc") == 0
+    assert json.loads(capfdbinary.readouterr().out)["seed"] == 5
+    assert await run(running, "--stop", "d", "--target-prefix", "x", "abcdef") == 0
+    assert capfdbinary.readouterr().out == b"xbc\n"
+
+
+async def test_pairs_are_scored_line_by_line(start_server, capfdbinary):
+    """A number each, or as JSON all of them; a line without its tab is named."""
+    running = await start_server()
+    expected = (await running.client.score("abc", "abd")).log_probability
+    assert await run(running, "abc\tabd", "\t", command=score) == 0
+    assert capfdbinary.readouterr().out == f"{expected:.6f}\n0.000000\n".encode()
+    assert await run(running, "--json", "abc\tabd", command=score) == 0
+    answer = json.loads(capfdbinary.readouterr().out)
+    assert (answer["tokens"], answer["log_probability"], answer["model"]) == (["a", "b", "d"], expected, "scripted")
+    assert await run(running, "--on-error", "keep-going", "abc", "a\tb\tc", "a\t1", command=score) == 1
+    out, err = capfdbinary.readouterr()
+    assert out == b"\n\n\n"
+    lines = err.decode().splitlines()
+    assert lines[0] == "dragoman score: text 1: the line has 0 tabs; it must have one, between the text and its answer"
+    assert "2 tabs" in lines[1] and "target holds '1'" in lines[2]
 
 
 async def test_what_a_server_serves_is_printed(start_server, capfdbinary):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from string import ascii_lowercase
 
 import grpc
 import pytest
 
+from dragoman.answer import TextUpdate
 from dragoman.client import Client, ServedResult, TokenizerInfo
 from dragoman.errors import DragomanError, InvalidRequestError
-from dragoman.answer import TextUpdate
 from dragoman.types import DecodingOptions, FinishReason
 from dragoman.v1 import generation_pb2 as pb
 
@@ -76,6 +78,27 @@ async def test_a_batch_item_with_an_unknown_field_fails_alone(start_server):
     assert "requests[1] has a field 111" in second.error.message
 
 
+async def test_batches_without_and_of_blank_texts(start_server):
+    """No item gives no outcome; blank ones come back as they are, in order, without a run."""
+    running = await start_server()
+    assert await running.client.batch([]) == []
+    for texts in ([""], ["", "hello", ""], [""] * 64, [" " if i % 10 == 0 else "abc" for i in range(21)]):
+        outcomes = await running.client.batch(texts)
+        assert [o.text if isinstance(o, ServedResult) else o for o in outcomes] == texts
+    assert len(running.runner.encoded) == 1 + 18
+
+
+async def test_every_answer_is_at_the_place_of_its_text(start_server):
+    """1,300 texts of unlike lengths, a quarter of them blank, in batches of up to 1,024: answer i is that to text i."""
+    running = await start_server()
+    rng = random.Random(2)
+    texts = [
+        "" if rng.random() < 0.24 else "".join(rng.choices(ascii_lowercase, k=rng.randint(1, 40))) for _ in range(1300)
+    ]
+    outcomes = [*await running.client.batch(texts[:1024]), *await running.client.batch(texts[1024:])]
+    assert [o.text if isinstance(o, ServedResult) else o for o in outcomes] == texts
+
+
 async def test_a_batch_larger_than_the_queue_is_answered_in_full(start_server):
     """A batch enters the engine through a window, so that its size alone never overloads the queue."""
     running = await start_server()
@@ -126,6 +149,7 @@ async def test_the_plain_client_does_what_the_async_one_does(start_server):
             *updates, whole = client.stream("cd")
             assert isinstance(whole, ServedResult) and isinstance(batch[0], ServedResult)
             assert "".join(u.delta for u in updates if isinstance(u, TextUpdate)) == "cd"
+            assert client.score("ab", "ab").token_scores == client.score("ab", "ab", priority=1).token_scores
             return client.generate("ab").text, batch[0].text, type(batch[1]), whole.text, client.model_info().model
 
     assert await asyncio.to_thread(use) == ("ab", "ab", InvalidRequestError, "cd", "scripted")

@@ -102,6 +102,14 @@ def test_cancelled_and_expired_sequences_leave_without_being_taken():
     assert take(queue) == [good]
 
 
+def test_each_deadline_counts_when_it_comes():
+    """Whichever comes first, whatever was put first: a sweep at that moment finds it, and only it."""
+    queue = Queue(10, 1, 100)
+    late, early, middle = put(queue, [sequence(deadline=9.0), sequence(deadline=5.0), sequence(deadline=7.0)])
+    for now, expired in ((4.999, []), (5.0, [early]), (6.9, []), (7.0, [middle]), (9.0, [late])):
+        assert [d.sequence for d in queue.sweep(now)] == expired
+
+
 def test_what_was_taken_is_never_swept():
     """A cancel and a deadline of a running sequence are its scheduler's: the queue hands nobody out twice."""
     queue = Queue(10, 1, 100)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dragoman.alignment import Aligner, AlignmentPoint, points
+from dragoman.answer import TextResult, TextUpdate
 from dragoman.bundle import GoldenCase
 from dragoman.config import EngineConfig
 from dragoman.errors import BundleError, DeadlineError, ModelUnsupportedError, NotReadyError, OverloadedError
-from dragoman.answer import TextResult, TextUpdate
 from dragoman.served_model import check_alignment
 from dragoman.testing import ScriptedRunner, scripted_model
 from dragoman.types import DecodingOptions

@@ -43,7 +43,7 @@ def hashing_script(size, eos_bonus=0.5):
 
 
 def surely(size, answer_of):
-    """A model that has no doubt: second to the answer's next token are a, b and so on; the end comes where it is due."""
+    """A model without doubts: second to the answer's next token come a, b and so on; the end, where it is due."""
 
     def script(source, fed):
         answer = answer_of(source)
@@ -208,7 +208,8 @@ async def test_an_answer_is_the_same_however_late_the_engine_hears_of_its_end(mo
         answer = await best(pipeline, "a", stop=("ef",), return_scores=True)
     assert (answer.text, answer.finish_reason) == ("bcd", FinishReason.STOP_SEQUENCE)
     assert answer.token_scores == pytest.approx([-math.log1p(26 * math.exp(-9))] * 3, abs=1e-6)
-    assert runner.num_decode_steps == (6 if stops_at_once else 64)
+    # The fifth step completes the string; the next one may have begun before the engine heard of it.
+    assert runner.num_decode_steps in ((5, 6) if stops_at_once else (64,))
 
 
 async def test_stop_strings_of_beams_and_of_several_answers_cut_each():
@@ -345,7 +346,7 @@ async def test_suppressed_tokens_and_sequences_never_come():
 
 
 async def test_an_answer_that_goes_round_in_circles_is_ended():
-    """Three tokens for ever: ended early with its own reason; with the guard off, or if the source does so, at the limit."""
+    """Three tokens for ever: ended early, with its own reason; at the limit without the guard, or for such a source."""
     circling = ScriptedRunner(lambda source, fed: np.eye(SIZE)[4 + len(fed) % 3])
     async with running(runner=circling, limits=Limits(64, 500)) as pipeline:
         ended = await best(pipeline, "what", max_new_tokens=400)
@@ -372,13 +373,13 @@ async def test_the_most_probable_tokens_of_each_position_have_names_and_numbers(
 
 
 async def test_a_given_answer_is_scored_token_by_token():
-    """Log-softmax of the script's logits, computed here: of each token, and of the end; the same that a search finds."""
+    """Log-softmax of the script's logits, computed here: of each token, and of the end; as a search would find it."""
     script = hashing_script(SIZE)
     async with running(script) as pipeline:
         scored = await pipeline.score(" abc ", "xyx")
         searched = await best(pipeline, "abc", return_scores=True)
         found = await pipeline.score("abc", searched.text, Terms(priority=3))
-    source = tuple(VOCABULARY.tokens.index(letter) for letter in "abc") + (EOS_ID,)
+    source = (*map(VOCABULARY.tokens.index, "abc"), EOS_ID)
     target = [VOCABULARY.tokens.index(letter) for letter in "xyx"]
     expected = []
     for place, token in enumerate([*target, EOS_ID]):
@@ -433,7 +434,7 @@ async def test_fifty_sentences_stream_with_every_blank(sentencepiece_model):
     vocabulary = SentencePieceVocabulary(sentencepiece_model("bpe"))
     size, mark = len(vocabulary.tokens), vocabulary.tokens.index("\u2581")
     rng = random.Random(1)
-    words = "the garden dog runs over small big tree children football über straße".split()
+    words = ["the", "garden", "dog", "runs", "over", "small", "big", "tree", "children", "football", "über", "straße"]
     texts = [" ".join(rng.choices(words, k=rng.randint(1, 7))) for _ in range(50)]
 
     script = surely(size, lambda source: (mark, *source) if len(source) % 2 else source)

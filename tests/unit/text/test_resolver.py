@@ -53,7 +53,7 @@ def test_the_prefix_takes_its_part_of_the_models_limit():
     assert request(DecodingOptions(target_prefix="abc", max_new_tokens=99)).max_new_tokens == 17
     assert request(DecodingOptions(target_prefix="abc", max_new_tokens=5)).max_new_tokens == 5
     assert request(DecodingOptions(target_prefix="a" * 19)).max_new_tokens == 1
-    with pytest.raises(InvalidRequestError, match="target_prefix has 20 tokens; .* up to 20"):
+    with pytest.raises(InvalidRequestError, match=r"target_prefix has 20 tokens; .* up to 20"):
         request(DecodingOptions(target_prefix="a" * 20))
 
 
@@ -142,5 +142,5 @@ def test_a_given_answer_is_forced_and_scored_to_its_end():
     scored = resolver().scoring(SOURCE, "ab", Terms())
     assert (scored.prefix, scored.score_prefix, scored.return_scores, scored.steering) == ((A, B), True, True, None)
     assert len(resolver().scoring(SOURCE, "a" * 19, Terms()).prefix) == 19
-    with pytest.raises(InvalidRequestError, match="target has 21 tokens, end token included; .* up to 20"):
+    with pytest.raises(InvalidRequestError, match=r"target has 21 tokens, end token included; .* up to 20"):
         resolver().scoring(SOURCE, "a" * 20, Terms())

@@ -84,7 +84,7 @@ def test_a_stop_string_right_behind_the_prefix_leaves_the_prefix():
     st.lists(st.integers(0, len(BYTES.vocabulary.tokens) - 1), max_size=30), st.integers(0, 5), stop_strings, st.data()
 )
 def test_an_answer_is_cut_at_the_same_place_however_its_tokens_come(tokens, num_prefix, stops, data):
-    """Any bytes among them: the text is that of all tokens, cut behind the prefix; the tokens the fewest that hold it."""
+    """Any bytes among them: the text is that of all tokens, cut behind the prefix; the tokens are the fewest for it."""
     num_prefix = min(num_prefix, len(tokens))
     # A prefix is text that was encoded: it holds whole characters.
     tokens = [260 + token % 3 for token in tokens[:num_prefix]] + tokens[num_prefix:]
