@@ -78,7 +78,9 @@ def find_candidates(
     own = ~np.isin(targets, [*never, *always])  # what everyone has needs no place in a source token's list
     sources, targets = sources[own], targets[own]
     offsets = np.searchsorted(sources, np.arange(config.source_vocab_size + 1))
-    return Candidates(offsets.astype(np.int32), targets.astype(np.int32), always.astype(np.int32))
+    return Candidates(
+        config.target_vocab_size, offsets.astype(np.int32), targets.astype(np.int32), always.astype(np.int32)
+    )
 
 
 def to_bytes(candidates: Candidates, projection: Projection) -> bytes:

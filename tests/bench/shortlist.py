@@ -41,7 +41,7 @@ def candidates(size: int, rng: np.random.Generator) -> tuple[Candidates, np.ndar
     ids = rng.permutation(size)
     drawn = np.sort(ids[rng.choice(size, (size, PER_TOKEN), p=weights)], axis=1).astype(np.int32)
     offsets = np.arange(size + 1, dtype=np.int32) * PER_TOKEN
-    return Candidates(offsets, drawn.ravel(), np.arange(ALWAYS, dtype=np.int32)), weights
+    return Candidates(size, offsets, drawn.ravel(), np.arange(ALWAYS, dtype=np.int32)), weights
 
 
 def main() -> None:

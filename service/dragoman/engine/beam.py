@@ -4,8 +4,8 @@ The semantics are those of CTranslate2's ``translate_batch`` (version 4). Each s
 continuations of all beams, ties going to the better beam and then to the smaller id. Of the first ``beam_size``, those
 that end are finished, and their places go to the next continuations that do not end; endings of lower rank are dropped.
 In the last step, all of the first ``beam_size`` are finished. The search stops when ``beam_size`` x ``patience``
-hypotheses are finished; with neither patience nor length penalty already when one that was ranked first is, and
-``num_hypotheses`` are in all.
+hypotheses are finished; without length penalty already when one that was ranked first is, and ``num_hypotheses`` are in
+all. A beam that may choose nothing is dropped; when none is left and nothing was finished, the request fails.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ class BeamSearch:
 
     def _advance(self, offers: Offers, progress: Progress) -> None:
         size = self._request.search.beam_size
-        for beam in self._beams:
-            check_usable(offers.value(beam.row.slot), len(beam.row.tokens))
-        offered = [offers.ranked(beam.row.slot, 2 * size) for beam in self._beams]
+        offered = [self._offered(beam.row, offers) for beam in self._beams]
         best = sorted(
             (-(beam.total + log_prob), origin, token, log_prob)
             for origin, (beam, ranked) in enumerate(zip(self._beams, offered, strict=True))
@@ -91,12 +89,22 @@ class BeamSearch:
                 going.append(continuation)
         if last or self._enough():
             going = []
+        if not going and not self._finished:  # several beams, and none may choose anything
+            check_usable(-math.inf, len(self._beams[0].row.tokens))
         self._go_on(going, offered, progress)
         progress.finished = not going
         if progress.finished:
             self._finished.sort(key=lambda finished: -finished[0])
             progress.released = self.rows
             self.rows = []
+
+    def _offered(self, row: Hypothesis, offers: Offers) -> Ranked:
+        """What a beam may go on with: nothing, where all is forbidden to it."""
+        value, num_tokens = offers.value(row.slot), len(row.tokens)
+        if value == -math.inf and (len(self._beams) > 1 or self._finished):
+            return Ranked([], [])
+        check_usable(value, num_tokens)
+        return offers.ranked(row.slot, 2 * self._request.search.beam_size)
 
     def _end(self, continuation: Continuation, *, last: bool) -> FinishReason | None:
         """Why a continuation ends here, if it does."""
@@ -111,7 +119,7 @@ class BeamSearch:
 
     def _enough(self) -> bool:
         search = self._request.search
-        if search.patience == 1 and search.length_penalty == 0:
+        if search.length_penalty == 0:  # scores only fall
             return self._first_finished and len(self._finished) >= search.num_hypotheses
         return len(self._finished) >= max(1, math.floor(search.beam_size * search.patience + 0.5))
 

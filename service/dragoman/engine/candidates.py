@@ -25,8 +25,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """S source tokens' candidates, and those of every source."""
+    """The candidates of S source tokens among V target tokens, and those of every source."""
 
+    num_tokens: int  # V
     offsets: NDArray[np.int32]  # (S + 1,)
     tokens: NDArray[np.int32]
     always: NDArray[np.int32]
@@ -46,12 +47,14 @@ class Candidates:
                     f"its {name} hold {wrong[0]}, but the target vocabulary has {shape.target_vocab_size} tokens: it "
                     "belongs to another model"
                 )
-        return cls(offsets, tokens, always)
+        return cls(shape.target_vocab_size, offsets, tokens, always)
 
     def of(self, source: TokenIds, prefix: TokenIds = ()) -> IntArray:
         """The tokens that may come, ascending, each once: the source's, everyone's, and those of ``prefix``."""
-        own = [self.tokens[self.offsets[token] : self.offsets[token + 1]] for token in dict.fromkeys(source)]
-        return np.unique(np.concatenate([self.always, *own, np.array(prefix, np.int32)])).astype(np.int64)
+        own = [self.tokens[self.offsets[token] : self.offsets[token + 1]] for token in set(source)]
+        may_come = np.zeros(self.num_tokens, np.bool_)  # much quicker than sorting
+        may_come[np.concatenate([self.always, *own, np.array(prefix, np.int32)])] = True
+        return np.flatnonzero(may_come)
 
 
 def read_arrays(content: bytes) -> dict[str, NDArray[Any]]:

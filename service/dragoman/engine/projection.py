@@ -21,9 +21,9 @@ from dragoman.bundle import ModelShape
 from dragoman.engine.candidates import Arrays, array_of
 from dragoman.types import FloatArray, IntArray
 
-STEP = 256
+STEP = 128
 """Columns come and go in multiples of this: the kernels like such sizes, and most new rows fit without a rebuild."""
-HEADROOM = 1.25
+HEADROOM = 1.125
 
 
 @dataclass(frozen=True, eq=False)

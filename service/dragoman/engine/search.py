@@ -5,6 +5,7 @@ No tensors: a search asks ``Offers`` for what a step's logits hold.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -157,8 +158,10 @@ class TokenSearch:
         # To end is no alternative.
         ranked = offers.ranked(first.slot, len(self.rows) + 1).tokens
         tokens = [token for token in ranked if token != self._eos][: len(self.rows)]
+        share = -math.log1p(-math.exp(offers.log_prob(first.slot, self._eos)))  # probabilities are over the others
         for row, token in zip(self.rows, tokens, strict=False):
             self._take(row, token, offers, progress)
+            row.token_scores[0] += share
         for row in self.rows[len(tokens) :]:  # fewer tokens may come than alternatives were asked for
             row.finish_reason = FinishReason.CANCELLED
             progress.released.append(row)

@@ -64,7 +64,7 @@ def plain_beam_search(source, size, steps, penalty, hypotheses, patience=1.0, pr
                 going.append((-cost, tokens))
         beams = going
         enough = len(finished) >= math.floor(size * patience + 0.5)
-        if penalty == 0 and patience == 1:
+        if penalty == 0:
             enough = first_finished and len(finished) >= hypotheses
         if enough:
             break
@@ -209,6 +209,17 @@ def test_alternatives_part_at_the_first_token_behind_the_prefix():
         assert alone.hypotheses[0].tokens == hypothesis.tokens
 
 
+def test_the_first_probability_of_an_alternative_is_over_all_but_the_end():
+    """To end is none of the alternatives, and takes no share of them."""
+    source = (4, 5, EOS_ID)
+    search = SearchOptions(num_hypotheses=2, alternatives=True)
+    (outcome,) = run(GenerationRequest(source, 1, True, search=search))
+    values = log_probs(source, ())
+    share = math.log(1 - math.exp(values[EOS_ID]))
+    for hypothesis in outcome.hypotheses:
+        assert hypothesis.token_scores == pytest.approx([values[hypothesis.tokens[0]] - share], abs=1e-5)
+
+
 def test_top_tokens_of_every_position():
     """The most probable ones with their log-probabilities, in greedy and in beam search."""
     source = (4, 5, EOS_ID)
@@ -302,6 +313,21 @@ def test_a_row_without_finite_scores_fails_alone_in_every_search(value):
         outcome, other = run(bad, good, script=script)
         assert isinstance(outcome, RowError)
         assert other.hypotheses == run(good, script=script)[0].hypotheses
+
+
+def test_a_beam_that_may_choose_nothing_is_dropped():
+    """The other goes on; when none may go on, the request fails, but for what it has finished."""
+
+    def script(source, fed):
+        """After 4 nothing may come; after 5, 5 again and then the end."""
+        allowed = {(): (4, 5), (4,): (), (5,): (5,), (5, 5): (EOS_ID,)}.get(fed[1:], ())
+        return [1.0 if index in allowed else -math.inf for index in range(SIZE)]
+
+    search = SearchOptions(beam_size=2)
+    (outcome,) = run(GenerationRequest((9, EOS_ID), 9, search=search), script=script)
+    assert outcome.hypotheses[0].tokens == (5, 5)
+    (outcome,) = run(GenerationRequest((9, EOS_ID), 9, search=search, prefix=(4,)), script=script)
+    assert isinstance(outcome, RowError)
 
 
 def test_a_beam_search_over_fewer_tokens_than_beams_ends():
