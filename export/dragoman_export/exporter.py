@@ -22,6 +22,7 @@ from dragoman.bundle import (
     check_free,
     save_bundle,
 )
+from dragoman.engine.kv import kv_cache_bytes
 from dragoman.engine.runner import OrtModel, OrtRunner
 from dragoman.served_model import token_rules
 from dragoman_export.alignment import Example, write_alignment
@@ -51,7 +52,7 @@ from dragoman_training.checkpoint import LoadedCheckpoint
 from dragoman_training.decode import Hypothesis, greedy_all
 
 VERIFY_SLOTS = 32
-VERIFY_KV_CACHE_BYTES = 1 << 30
+VERIFY_KV_CACHE_BYTES = 1 << 30  # a model that needs more is compared on fewer slots
 NUM_GENERATED = 64
 
 
@@ -143,6 +144,20 @@ def export(checkpoint: LoadedCheckpoint, options: ExportOptions, out: Path, *, o
     return ExportResult(bundle, proofs, prover.num_skipped)
 
 
+def verify_room(manifest: Manifest, element_bytes: int) -> tuple[int, int]:
+    """Slots to compare on, and the bytes that they need at the model's limits: as many as fit, a whole beam at least.
+
+    ``element_bytes``: of the caches' type.
+    """
+    limits = manifest.limits
+    # A target that fills its limit is fed whole here: one step more than a server ever takes.
+    one = kv_cache_bytes(
+        manifest.model, 1, limits.max_source_tokens, limits.max_new_tokens + 1, element_bytes=element_bytes
+    )
+    num_slots = max(BEAM_SIZE, min(VERIFY_SLOTS, VERIFY_KV_CACHE_BYTES // one))
+    return num_slots, num_slots * one
+
+
 class _Prover:
     """Compares graph sets with PyTorch, whose own answers it finds once."""
 
@@ -208,7 +223,7 @@ class _Prover:
             self._references,
             limits.max_source_tokens,
             limits.max_new_tokens,
-            target.tolerance,
+            target.tolerance if self._options.sources is not None else target.tolerance_on_generated,
         )
         decoded = self._codec.decode([answer.tokens for answer in answers])
         golden = golden_set(runner, rules, texts, sources, answers, decoded, target.golden_gap)
@@ -260,15 +275,15 @@ class _Prover:
             [tuple(self._references.greedy[i].tokens) for i in chosen],
             rules.decoder_start,
         )
-        answers = generate(runner, rules, sources, most)
-        decoded = self._codec.decode([answer.tokens for answer in answers])
-        golden = golden_set(runner, rules, texts, sources, answers, decoded, INT8.golden_gap)
         if self._test:
             tests = generate(runner, rules, [source for _, source in self._test], most)
             found = self._figures([answer.tokens for answer in tests])
             without = {name: float(int8.quality[name]) for name in found}
             quality = {"num_lines": int8.quality["num_lines"], **compare_shortlist(found, without)}
             shortlist = dataclasses.replace(shortlist, quality=quality)
+        answers = generate(runner, rules, sources, most)
+        decoded = self._codec.decode([answer.tokens for answer in answers])
+        golden = golden_set(runner, rules, texts, sources, answers, decoded, INT8.golden_gap)
         return shortlist, {
             shortlist.table: table,
             shortlist.golden: _golden_lines(golden),
@@ -282,7 +297,8 @@ class _Prover:
         model = OrtModel(
             manifest.model, graphs, lambda file: (folder / file).read_bytes(), torch.get_num_threads(), shortlist
         )
-        return OrtRunner(model, VERIFY_SLOTS, VERIFY_KV_CACHE_BYTES)
+        num_slots, num_bytes = verify_room(manifest, np.dtype(model.cache_type).itemsize)
+        return OrtRunner(model, num_slots, num_bytes)
 
     def _measured(self, target: Target, answers: Sequence[Sequence[int]]) -> dict[str, float | str]:
         """The test set's figures, of these answers and of PyTorch's."""

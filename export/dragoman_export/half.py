@@ -37,9 +37,9 @@ def check_range(
 ) -> None:
     """Raises ExportError where an activation comes near the end of float16, naming the layer and both values.
 
-    Seen are the inputs and outputs of all linear layers and norms, padding included, over sources and their greedy
-    answers: embeddings, residual sums and activations are among them. Attention's own scores are not: its kernels keep
-    them in fp32.
+    Seen are the inputs and outputs of all linear layers and norms, padding included, over at most 1,000 sources, evenly
+    taken, and their greedy answers: embeddings, residual sums and activations are among them. Attention's own scores
+    are not: its kernels keep them in fp32.
     """
     largest: dict[str, float] = {}
 
@@ -56,7 +56,7 @@ def check_range(
         if isinstance(module, nn.Linear | nn.LayerNorm)
     ]
     try:
-        calibrate(model, sources, answers, special)  # runs the model on all of them
+        calibrate(model, sources, answers, special)  # runs the model on them
     finally:
         for handle in handles:
             handle.remove()

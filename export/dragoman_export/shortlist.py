@@ -61,8 +61,7 @@ def find_candidates(
             np.add.at(counts, pair[1], 1)
             yield pair
 
-    pairs = list(counted())
-    lexicon = learn_lexicon(pairs, config.source_vocab_size, config.target_vocab_size)
+    lexicon = learn_lexicon(counted(), config.source_vocab_size, config.target_vocab_size)
     never = np.array(special.never_produced, np.int64)
     counts[[*never, special.eos]] = 0
     frequent = np.argsort(-counts, kind="stable")[: options.num_always]

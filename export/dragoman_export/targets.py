@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dragoman_export.errors import ExportError
 
@@ -27,13 +27,15 @@ class Target:
 
     ``golden_gap`` is how far apart the two best logits of a golden answer must be at every step, and
     ``score_tolerance`` how far its score may be off, relative to 1 + its size: no machine's rounding shall decide.
-    Where rounding moves a value to another of 256, that takes more.
+    Where rounding moves a value to another of 256, that takes more. ``tolerance_on_generated`` takes the place of
+    ``tolerance`` where sources are made up: few of a model's answers to them are decided.
     """
 
     provider: str
     precision: str
     batch_invariant: bool
     tolerance: Tolerance
+    tolerance_on_generated: Tolerance
     golden_gap: float
     score_tolerance: float
 
@@ -42,27 +44,49 @@ class Target:
         return f"{kind}.{self.provider}.{self.precision}.{suffix}"
 
 
-_QUANTIZED = Tolerance(logits=float("inf"), relative=0.2, token_error_rate=0.2)
-"""Eight bits cost 1 to 5 % of a layer's values; what saturates, or reads another's scale, costs more than half."""
+_EXACT = Tolerance(logits=1e-3, relative=1e-4, token_error_rate=0.0)  # sums in another order
+_HALF = Tolerance(logits=0.25, relative=0.01, token_error_rate=0.05)
+"""Weights and activations of 11 bits cost about 0.1 % of a layer's values."""
+_QUANTIZED = Tolerance(logits=float("inf"), relative=0.2, token_error_rate=0.05)
+"""Eight bits cost 1 to 5 % of a layer's values; what saturates, or reads another's scale, costs more than half.
+
+Of a trained model's tokens on its own dev set, they change less than one in a hundred.
+"""
+_QUANTIZED_ON_GENERATED = replace(_QUANTIZED, token_error_rate=0.2)
 
 FP32 = Target(
     "cpu",
     "fp32",
     batch_invariant=True,
-    tolerance=Tolerance(logits=1e-3, relative=1e-4, token_error_rate=0.0),  # sums in another order
+    tolerance=_EXACT,
+    tolerance_on_generated=_EXACT,
     golden_gap=0.1,
     score_tolerance=1e-3,
 )
-INT8 = Target("cpu", "int8", batch_invariant=True, tolerance=_QUANTIZED, golden_gap=0.3, score_tolerance=0.02)
-# The kernel for one row sums otherwise than that for many.
-W8 = Target("cpu", "w8", batch_invariant=False, tolerance=_QUANTIZED, golden_gap=0.3, score_tolerance=0.02)
-# Weights and activations of 11 bits cost about 0.1 % of a layer's values. CUDA's products sum otherwise for another
-# number of rows.
+INT8 = Target(
+    "cpu",
+    "int8",
+    batch_invariant=True,
+    tolerance=_QUANTIZED,
+    tolerance_on_generated=_QUANTIZED_ON_GENERATED,
+    golden_gap=0.3,
+    score_tolerance=0.02,
+)
+W8 = Target(
+    "cpu",
+    "w8",
+    batch_invariant=False,  # the kernel for one row sums otherwise than that for many
+    tolerance=_QUANTIZED,
+    tolerance_on_generated=_QUANTIZED_ON_GENERATED,
+    golden_gap=0.3,
+    score_tolerance=0.02,
+)
 FP16 = Target(
     "cuda",
     "fp16",
-    batch_invariant=False,
-    tolerance=Tolerance(logits=0.25, relative=0.01, token_error_rate=0.05),
+    batch_invariant=False,  # CUDA's products sum otherwise for another number of rows
+    tolerance=_HALF,
+    tolerance_on_generated=_HALF,
     golden_gap=0.3,
     score_tolerance=0.02,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,11 +30,13 @@ from dragoman_training.scoring import edit_distance
 
 TIE_GAP = 1e-4  # two logits closer than this may come out either way
 MAX_GOLDEN_CASES = 32
+MAX_GOLDEN_CANDIDATES = 4 * MAX_GOLDEN_CASES  # each costs a run of its own
 PARITY_ROWS = 64
 BEAM_SIZE = 4
 MAX_BEAM_SOURCES = 2500  # evenly taken from those given
 
 Source = tuple[int, ...]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -371,17 +374,15 @@ def golden_set(
     decoded: Sequence[str],
     gap: float,
 ) -> list[GoldenCase]:
-    """Sources, short and long, whose every step is decided by at least ``gap``.
+    """Sources of all lengths, the shortest first, whose every step is decided by at least ``gap``.
 
     Raises ExportError if there is none.
     """
     cases: list[GoldenCase] = []
-    candidates = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-    stride = max(1, len(candidates) // (4 * MAX_GOLDEN_CASES))
-    for index in candidates[::stride]:
+    ended = [index for index, answer in enumerate(answers) if answer.finish_reason == "stop"]
+    ended.sort(key=lambda index: len(sources[index]))
+    for index in _spread(ended, MAX_GOLDEN_CANDIDATES):
         answer = answers[index]
-        if answer.finish_reason != "stop" or len(cases) == 2 * MAX_GOLDEN_CASES:
-            continue
         (activations,) = run_targets(runner, [sources[index]], [answer.tokens], rules.decoder_start)
         logits = activations.logits.copy()
         logits[:, list(rules.never_generated)] = -np.inf
@@ -395,7 +396,14 @@ def golden_set(
             f"the second by {gap} at every step. Either it has learned too little (see dragoman evaluate): "
             "train it further; or give more sources"
         )
-    return cases[:: max(1, len(cases) // MAX_GOLDEN_CASES)][:MAX_GOLDEN_CASES]
+    return _spread(cases, MAX_GOLDEN_CASES)
+
+
+def _spread(items: Sequence[Item], most: int) -> list[Item]:
+    """At most so many, evenly taken, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[place * (len(items) - 1) // (most - 1)] for place in range(most)]
 
 
 def check_shortlist(

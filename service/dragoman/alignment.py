@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from dragoman.errors import DeadlineError, NotReadyError, OverloadedError
+from dragoman.errors import DeadlineError, InvalidRequestError, NotReadyError, OverloadedError
 from dragoman.types import FloatArray, TokenIds
 
 ForcedPass = Callable[[TokenIds, TokenIds], FloatArray]
@@ -45,20 +46,34 @@ class Aligner:
     """Runs forced passes, one at a time. All methods belong to the event loop."""
 
     def __init__(self, forced_pass: ForcedPass, max_waiting: int) -> None:
-        """``forced_pass`` is called in a thread."""
+        """``forced_pass`` is called in a thread. ``max_waiting``: answers that are promised at a time, at most."""
         self._forced_pass = forced_pass
         self._max_waiting = max_waiting
-        self._num_waiting = 0
+        self._num_promised = 0
         self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aligner")
 
-    def check_room(self, num_requests: int) -> None:
-        """Raises OverloadedError where answers are finished faster than they can be aligned."""
-        if self._num_waiting + num_requests > self._max_waiting:
-            raise OverloadedError(
-                f"{self._num_waiting} answers wait to be aligned, the limit is {self._max_waiting}: retry later, or "
-                "without return_alignment"
+    @contextmanager
+    def room(self, num_answers: int) -> Generator[None]:
+        """Room for the answers of one request, from its admission to its end: what is admitted can be aligned.
+
+        Raises OverloadedError where too many are promised already, InvalidRequestError where so many never find room.
+        """
+        if num_answers > self._max_waiting:
+            raise InvalidRequestError(
+                f"return_alignment is set and the request is for {num_answers} answers; this server aligns "
+                f"{self._max_waiting} at a time: ask for fewer, or leave it unset"
             )
+        if self._num_promised + num_answers > self._max_waiting:
+            raise OverloadedError(
+                f"{self._num_promised} answers are to be aligned already, the limit is {self._max_waiting}: retry "
+                "later, or without return_alignment"
+            )
+        self._num_promised += num_answers
+        try:
+            yield
+        finally:
+            self._num_promised -= num_answers
 
     async def weights(self, source: TokenIds, tokens: TokenIds, deadline: float | None) -> FloatArray:
         """What ``ForcedPass`` returns. A cancelled call, if it still waits for its turn, is never computed.
@@ -68,7 +83,6 @@ class Aligner:
         if self._closed:
             raise NotReadyError(_STOPPED)
         seconds = None if deadline is None else deadline - time.monotonic()
-        self._num_waiting += 1
         try:
             if seconds is not None and seconds <= 0:
                 raise TimeoutError
@@ -80,8 +94,6 @@ class Aligner:
             if self._closed:  # what was cancelled is the work, not the caller
                 raise NotReadyError(_STOPPED) from error
             raise
-        finally:
-            self._num_waiting -= 1
 
     def close(self) -> None:
         """Compute nothing more."""

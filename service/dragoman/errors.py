@@ -61,6 +61,10 @@ class SourceTooLongError(RequestError):
     code = "source_too_long"
 
 
+class ImpossibleError(InvalidRequestError):
+    """A request's constraints exclude each other, which shows while it is decoded: no token is left that may come."""
+
+
 class ModelNotFoundError(RequestError):
     """No model of that name and version is served."""
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -84,35 +85,37 @@ class TextPipeline:
         """
         started = time.monotonic()
         resolved = self._resolve(options)
-        segments, requests = self._requests(text, resolved, terms)
-        streams: dict[int, tuple[GenerationRequest, Stream]] = {}
-        readers: list[asyncio.Task[None]] = []
-        items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception] = asyncio.Queue()
-        try:
-            # All or none: a text of which a part was refused is refused.
-            for index, request in enumerate(requests):
-                if request is not None:
-                    streams[index] = request, self._engine.submit(request)
-                else:
-                    _return_unchanged(index, segments[index].text, items, scored=options.return_scores)
-            readers = [
-                asyncio.create_task(self._read(index, segments[index], request, stream, items, options))
-                for index, (request, stream) in streams.items()
-            ]
-            ends: dict[int, _SegmentEnd] = {}
-            while len(ends) < len(segments):
-                item = await items.get()
-                if isinstance(item, Exception):
-                    raise item
-                if isinstance(item, _SegmentEnd):
-                    ends[item.segment] = item
-                else:
-                    yield item
-        finally:
-            for _, stream in streams.values():
-                stream.cancel()
-            for reader in readers:
-                reader.cancel()
+        segments = self._segments(text, resolved.options)
+        with self._room_to_align(resolved.options, len(segments)):
+            requests = self._requests(segments, resolved, terms)
+            streams: dict[int, tuple[GenerationRequest, Stream]] = {}
+            readers: list[asyncio.Task[None]] = []
+            items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception] = asyncio.Queue()
+            try:
+                # All or none: a text of which a part was refused is refused.
+                for index, request in enumerate(requests):
+                    if request is not None:
+                        streams[index] = request, self._engine.submit(request)
+                    else:
+                        _return_unchanged(index, segments[index].text, items, scored=options.return_scores)
+                readers = [
+                    asyncio.create_task(self._read(index, segments[index], request, stream, items, options))
+                    for index, (request, stream) in streams.items()
+                ]
+                ends: dict[int, _SegmentEnd] = {}
+                while len(ends) < len(segments):
+                    item = await items.get()
+                    if isinstance(item, Exception):
+                        raise item
+                    if isinstance(item, _SegmentEnd):
+                        ends[item.segment] = item
+                    else:
+                        yield item
+            finally:
+                for _, stream in streams.values():
+                    stream.cancel()
+                for reader in readers:
+                    reader.cancel()
         ordered = [ends[index] for index in range(len(segments))]
         yield _result(text, segments, ordered, resolved, time.monotonic() - started)
 
@@ -156,14 +159,8 @@ class TextPipeline:
             )
         return self._resolver.resolve(options)
 
-    def _requests(
-        self, text: str, resolved: Resolved, terms: Terms
-    ) -> tuple[list[document.Segment], list[GenerationRequest | None]]:
-        """Validate, split and tokenize: all that can be refused is refused here, before the engine hears of it.
-
-        There is no request for a segment of which the tokenizer keeps nothing, such as one zero-width blank.
-        """
-        options = resolved.options
+    def _segments(self, text: str, options: DecodingOptions) -> list[document.Segment]:
+        """Validate and split: what is too much is refused here, before it costs anything."""
         self._check_size(text, "text")
         limit = min(self._limits.max_segments, self._engine.max_waiting)
         segments = document.split(text, limit)
@@ -179,13 +176,23 @@ class TextPipeline:
                     f"num_hypotheses is {options.num_hypotheses} and text has {len(segments)} lines; there are several "
                     "answers to one line alone: send each by itself"
                 )
+        return segments
+
+    def _room_to_align(self, options: DecodingOptions, num_segments: int) -> AbstractContextManager[None]:
+        if self._aligner is None or not options.return_alignment:
+            return nullcontext()
+        return self._aligner.room(num_segments * options.num_hypotheses)
+
+    def _requests(
+        self, segments: Sequence[document.Segment], resolved: Resolved, terms: Terms
+    ) -> list[GenerationRequest | None]:
+        """Tokenize: all else that can be refused is refused here, before the engine hears of it.
+
+        There is no request for a segment of which the tokenizer keeps nothing, such as one zero-width blank.
+        """
         self._engine.check_room(len(segments), terms.caller)
-        if options.return_alignment and self._aligner is not None:
-            self._aligner.check_room(len(segments) * options.num_hypotheses)
         sources = [self._resolver.source(segment.text) for segment in segments]
-        return segments, [
-            None if source is None else self._resolver.request(resolved, source, terms) for source in sources
-        ]
+        return [None if source is None else self._resolver.request(resolved, source, terms) for source in sources]
 
     def _line(self, text: str, name: str) -> str:
         """The one line of a text, without blanks around it; empty for a blank text."""

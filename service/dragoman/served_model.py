@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
+
 from dragoman.alignment import Aligner, ForcedPass
 from dragoman.bundle import GoldenCase, GraphSet, Manifest, ModelBundle, Shortlist, TokenizerEntry
 from dragoman.config import EngineConfig
@@ -72,7 +74,7 @@ class ServedModel:
         cases = list(bundle.golden(proof))
         check_golden_texts(source, target, cases, proof.golden)
         model = OrtModel(bundle.manifest.model, graphs, bundle.read, config.num_threads, chosen)
-        check_kv_cache(bundle.manifest, config)
+        check_kv_cache(bundle.manifest, config, np.dtype(model.cache_type).itemsize)
         runners = [OrtRunner(model, config.num_slots, config.max_kv_cache_bytes) for _ in range(config.num_replicas)]
         rules = token_rules(bundle.manifest)
         for runner in runners:
@@ -125,13 +127,16 @@ def find_shortlist(bundle: ModelBundle, provider: str, precision: str | None) ->
     return shortlist
 
 
-def check_kv_cache(manifest: Manifest, config: EngineConfig) -> None:
+def check_kv_cache(manifest: Manifest, config: EngineConfig, element_bytes: int) -> None:
     """Raises ConfigError if some request within the model's limits could ever exceed the KV budget.
 
     So whatever is accepted can be served, whoever came before: capacities only grow, and never beyond this.
+    ``element_bytes``: of the caches' type.
     """
     limits = manifest.limits
-    needed = kv_cache_bytes(manifest.model, config.num_slots, limits.max_source_tokens, limits.max_new_tokens)
+    needed = kv_cache_bytes(
+        manifest.model, config.num_slots, limits.max_source_tokens, limits.max_new_tokens, element_bytes
+    )
     if needed > config.max_kv_cache_bytes:
         raise ConfigError(
             f"{config.num_slots} slots of {limits.max_source_tokens} source and {limits.max_new_tokens} target tokens "

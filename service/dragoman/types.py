@@ -42,6 +42,7 @@ MAX_SUPPRESSED_SEQUENCE_TOKENS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MIN_TEMPERATURE = 0.001  # below it the numbers of a draw overflow
+MIN_REPETITION_PENALTY = 0.01  # far below it logits overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class DecodingOptions:
     min_new_tokens: int = 0  # the answer does not end before
     max_length_ratio: float | None = None  # at most so many new tokens for each source token
     beam_size: int = 1  # 1 is greedy search, or with a temperature sampling
-    patience: float = 1.0  # beam search waits for beam_size x patience finished hypotheses
+    patience: float = 1.0  # beam search waits for beam_size x patience finished hypotheses: not with length_penalty 0
     num_hypotheses: int = 1  # answers to return; at most beam_size, unless they are drawn or alternatives
     length_penalty: float = 1.0  # of beam search: exponent of the length that divides a sum of log-probabilities
     temperature: float = 0.0  # above 0, tokens are drawn by chance
@@ -65,7 +66,7 @@ class DecodingOptions:
     top_p: float = 1.0  # ... among the fewest whose mass reaches this
     min_p: float = 0.0  # ... among those of at least this share of the best one's probability
     seed: int | None = None  # the same seed draws the same answer in any company; None: drawn, and told with the answer
-    repetition_penalty: float = 1.0  # above 1, tokens that came before are less probable
+    repetition_penalty: float = 1.0  # above 1, tokens that came before are less probable; 0.01 or more
     no_repeat_ngram_size: int = 0  # no sequence of so many tokens comes twice; 0: may
     target_prefix: str = ""  # what the answer begins with
     suppress_tokens: tuple[str, ...] = ()  # tokens, by name, that never come
@@ -94,7 +95,7 @@ class DecodingOptions:
         _check("min_p", self.min_p, 0, 1)
         if self.seed is not None:
             _check("seed", self.seed, 0, 2**64 - 1)
-        _check_above_0("repetition_penalty", self.repetition_penalty, 100)
+        _check("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _check("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_NEW_TOKENS_EVER)
         _check("num_top_tokens", self.num_top_tokens, 0, MAX_TOP_TOKENS)
         self._check_texts()
@@ -130,9 +131,19 @@ class DecodingOptions:
             )
         if self.beam_size == 1 and self.patience != 1:
             raise InvalidRequestError(f"patience is {self.patience} and beam_size is 1; patience needs a beam search")
+        if self.length_penalty == 0 and self.patience != 1:
+            raise InvalidRequestError(
+                f"patience is {self.patience} and length_penalty is 0; scores only fall then, and the search ends when "
+                "none can overtake: leave patience unset"
+            )
+        most = math.floor(self.beam_size * self.patience + 0.5)
+        if most < 1:
+            raise InvalidRequestError(
+                f"patience is {self.patience} and beam_size is {self.beam_size}; beam_size x patience must round to 1 "
+                "or more"
+            )
         if not draws and not self.return_alternatives:
             _check("num_hypotheses", self.num_hypotheses, 1, self.beam_size, ", which is beam_size")
-            most = math.floor(self.beam_size * self.patience + 0.5)
             _check("num_hypotheses", self.num_hypotheses, 1, most, ", which is beam_size x patience")
         if not draws:
             for name, unset in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("seed", None)):

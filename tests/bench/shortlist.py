@@ -2,11 +2,11 @@
 
     python tests/bench/shortlist.py --shape small
 
-Random weights; one thread, whose CPU time counts; steps of both interleaved, the least time of each counts. Source tokens and candidates are
-drawn by Zipf's law, 50 a source token and 356 for all (100, and 256 bytes), so that rows share many, as they do in text.
-Prints a line a number of rows: candidates a row, columns for all rows, microseconds of a step without the shortlist,
-how many times faster it is with it, and microseconds to begin a row: to find its candidates and put their columns in
-place.
+Random weights; one thread, whose CPU time counts; steps of both interleaved, the least time of each counts. Source
+tokens and candidates are drawn by Zipf's law, 50 a source token and 356 for all (100, and 256 bytes), so that rows
+share many, as they do in text. Prints a line a number of rows: candidates a row, columns for all rows, microseconds of
+a step without the shortlist, how many times faster it is with it, and microseconds to begin a row: to find its
+candidates and put their columns in place.
 """
 
 from __future__ import annotations

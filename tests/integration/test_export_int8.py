@@ -1,6 +1,7 @@
 """The graphs in 8 bits: exact products, blind to the neighbours, and what they cost is measured and limited."""
 
 import argparse
+import json
 import random
 import re
 import shutil
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from dragoman.bundle import ModelBundle
-from dragoman.config import EngineConfig
+from dragoman.config import DEFAULT_MODEL, EngineConfig
 from dragoman.engine.replica import generate_all
 from dragoman.engine.runner import OrtModel, OrtRunner
 from dragoman.errors import BundleError
@@ -150,12 +151,25 @@ def test_the_largest_products_do_not_saturate(tmp_path):
     assert eval(done.stdout) == expected
 
 
-@pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="qemu-user is not installed")
+HASWELL = ["qemu-x86_64", "-cpu", "Haswell"]
+needs_emulator = pytest.mark.skipif(shutil.which(HASWELL[0]) is None, reason="qemu-user is not installed")
+
+
+@needs_emulator
+def test_the_embedded_model_gives_its_golden_answers_on_a_haswell():
+    """Tokens exactly, scores within the tolerance, on an emulated CPU that has AVX2 and no VNNI."""
+    command = [*HASWELL, sys.executable, "-m", "dragoman.cli.main", "inspect", DEFAULT_MODEL, "--verify", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["replayed"] == ["cpu/int8"]
+
+
+@needs_emulator
 def test_the_largest_products_do_not_saturate_on_a_haswell(tmp_path):
     """The same on an emulated CPU that has AVX2 and no VNNI."""
     path, expected = largest_products(tmp_path)
     done = subprocess.run(
-        ["qemu-x86_64", "-cpu", "Haswell", sys.executable, "-c", textwrap.dedent(LARGEST_PRODUCTS), path],
+        [*HASWELL, sys.executable, "-c", textwrap.dedent(LARGEST_PRODUCTS), path],
         capture_output=True,
         text=True,
         check=False,
@@ -411,7 +425,13 @@ def test_calibration_sources_may_be_others(reverse_data, reverse_run, tmp_path):
     [
         (["--precision", "int4"], "no precision 'int4': choose among fp32, int8, w8"),
         (["--precision", "fp32,fp32"], "'fp32,fp32' names a precision twice"),
-        (["--activations", "static"], "--activations static needs sources to calibrate on"),
+        (["--precision", "w8", "--activations", "static"], "--activations static needs sources to calibrate on"),
+        (["--precision", "fp32,fp16", "--activations", "row"], "--activations was given without a precision that has"),
+        (["--calibration", "dev.source"], "--calibration was given without a precision that has int8 activations"),
+        (
+            ["--precision", "int8", "--activations", "row", "--calibration", "dev.source"],
+            "--calibration was given, and --activations row calibrates nothing",
+        ),
     ],
 )
 def test_impossible_options_are_refused(reverse_run, tmp_path, capsys, arguments, words):

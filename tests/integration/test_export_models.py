@@ -18,6 +18,7 @@ from dragoman.config import EngineConfig
 from dragoman.pipeline import TextLimits
 from dragoman.served_model import ServedModel
 from dragoman.types import DecodingOptions
+from dragoman_export import exporter
 from dragoman_export.cli import export
 from dragoman_export.errors import ExportError
 from dragoman_export.exporter import ExportOptions
@@ -217,6 +218,16 @@ async def test_every_kind_of_model_is_exported_and_served_as_it_was_trained(name
     assert [segment.hypotheses[0].text for segment in items[-1].segments] == expected
     for index, text in enumerate(expected):
         assert "".join(item.delta for item in items[:-1] if item.segment == index) == text
+
+
+def test_a_model_whose_caches_are_large_is_compared_on_fewer_slots(tmp_path, monkeypatch):
+    """Where not even one slot fits the usual memory: on as many as a beam takes."""
+    monkeypatch.setattr(exporter, "VERIFY_KV_CACHE_BYTES", 1)
+    checkpoint = checkpoint_of(list(CASES.values())[-1], tmp_path / "c")
+    checkpoint = dataclasses.replace(checkpoint, max_source_tokens=64, max_target_tokens=64)
+    sources = tuple(texts(20))
+    result = export_checkpoint(checkpoint, ExportOptions("m", "1", sources=sources), tmp_path / "out")
+    assert result.proofs["fp32"].parity.num_beam_sources == len(sources)
 
 
 class OneOtherPiece(SentencePieceTokenizer):

@@ -106,7 +106,17 @@ def step_of(folder: Path) -> int:
 
 def validated_checkpoints(run: Path) -> list[Path]:
     """The complete checkpoints that a validation wrote, oldest first: not the state that was saved at a signal."""
-    return [folder for folder in checkpoint_folders(run) if "dev_loss" in read_json(folder / "metrics.json")]
+    return [folder for folder in checkpoint_folders(run) if _is_validated(folder)]
+
+
+def _is_validated(folder: Path) -> bool:
+    """Whether a validation wrote it. One that is damaged does not end the run, which may never need it: it did not."""
+    try:
+        metrics = read_json(folder / "metrics.json")
+    except CheckpointError as error:
+        LOG.warning("%s: %s is taken for one of no validation", error, folder.name)
+        return False
+    return isinstance(metrics, dict) and "dev_loss" in metrics
 
 
 def save_checkpoint(

@@ -122,7 +122,7 @@ def _export(args: argparse.Namespace) -> None:
     from dragoman_export.errors import ExportError
     from dragoman_export.exporter import ExportOptions, export
     from dragoman_export.quality import TestSet
-    from dragoman_export.targets import parse_precisions
+    from dragoman_export.targets import INT8, W8, parse_precisions
     from dragoman_training.checkpoint import load_model
     from dragoman_training.corpus import read_lines
 
@@ -130,6 +130,15 @@ def _export(args: argparse.Namespace) -> None:
         return tuple(line for file in files for line in read_lines(file)) if files else None
 
     check_free(args.out, overwrite=args.force)  # before anything takes its time
+    targets = parse_precisions(args.precision)
+    for flag, value in (("--calibration", args.calibration), ("--activations", args.activations)):
+        if value is not None and not {INT8, W8}.intersection(targets):
+            raise ExportError(
+                f"{flag} was given without a precision that has int8 activations: leave it out, or give --precision "
+                "int8 or w8, alone or with others"
+            )
+    if args.calibration and args.activations == "row":
+        raise ExportError("--calibration was given, and --activations row calibrates nothing: leave one of them out")
     if args.activations == "static" and not (args.sources or args.calibration):
         raise ExportError("--activations static needs sources to calibrate on: give --calibration or --sources")
     if args.shortlist_candidates is not None and args.shortlist is None:
@@ -137,7 +146,7 @@ def _export(args: argparse.Namespace) -> None:
     options = ExportOptions(
         name=args.name or args.out.name,
         version=args.model_version,
-        targets=parse_precisions(args.precision),
+        targets=targets,
         sources=lines(args.sources),
         calibration=lines(args.calibration),
         row_scales=args.activations == "row",

@@ -1,6 +1,13 @@
 """Continuous batching of encoder-decoder generation. It knows nothing of text, gRPC or Prometheus.
 
-engine.py (threads, asyncio) -> replica.py (one step) -> scheduler.py, queue.py, slots.py (who runs; no tensors)
-                                                      -> runner.py, kv.py (ONNX Runtime, memory; no policy)
-                                                      -> search.py (scores to tokens)
+engine.py (threads, asyncio) -> replica.py (one step of all rows), which calls
+
+- scheduler.py, slots.py (who runs, and in which row): no tensors
+- queue.py, order.py, line.py, deadlines.py, forecast.py, work.py (who waits, whose turn it is, who comes too late): no
+  tensors
+- runner.py (ONNX Runtime), kv.py (the rows' memory), candidates.py, projection.py (the shortlist): no policy
+- search.py, beam.py, repetition.py (how a request's rows go on)
+- choice.py, steering.py, sampling.py, largest.py (what the rows' logits offer)
+
+sequence.py is one request's life. aligner.py stands beside: a forced pass over a finished answer.
 """

@@ -36,6 +36,8 @@ def log_normalizer(logits: FloatArray) -> float:
 
 def ranked(logits: FloatArray, count: int) -> Ranked:
     """The ``count`` most probable tokens of one row (V,), fewer where fewer are possible, with log-probabilities."""
+    if logits.max() == -np.inf:
+        return Ranked([], [])
     order = largest(logits, count)
     values = logits[order]
     possible = values > -np.inf
@@ -68,9 +70,13 @@ class Offers:
         """The log-probability of a token."""
         return log_prob(self._logits[row], token)
 
-    def ranked(self, row: int, count: int) -> Ranked:
-        """The most probable tokens."""
-        return ranked(self._logits[row], count)
+    def ranked(self, row: int, count: int, without: int | None = None) -> Ranked:
+        """The most probable tokens; ``without`` one, as if it could not come."""
+        logits = self._logits[row]
+        if without is not None:
+            logits = logits.copy()
+            logits[without] = -np.inf
+        return ranked(logits, count)
 
     def draw(self, row: int, sampler: Sampler) -> int:
         """A token by chance."""

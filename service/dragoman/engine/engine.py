@@ -74,8 +74,10 @@ class Stream:
     def stop(self) -> None:
         """End well at the next step: the text has what it was to end with. Any number of times, also after the end.
 
-        For a request of one row: other searches end by themselves.
+        Raises ValueError for a beam search, which ends by itself.
         """
+        if self._sequence.request.search.beam_size > 1:
+            raise ValueError("a beam search cannot be ended early: cut its texts at the end")
         self._sequence.stop()
 
     def _deliver(self, tokens: list[int], outcome: GenerationResult | DragomanError | None) -> None:

@@ -15,7 +15,7 @@ from dragoman.config import EngineConfig
 from dragoman.engine.beam import BeamSearch
 from dragoman.engine.choice import Offers
 from dragoman.engine.queue import Dropped, Queue
-from dragoman.engine.scheduler import Scheduler
+from dragoman.engine.scheduler import Scheduler, failure
 from dragoman.engine.search import TokenSearch
 from dragoman.engine.sequence import Sequence
 from dragoman.engine.slots import Move
@@ -125,10 +125,13 @@ class Replica:
         inputs = np.array(self.scheduler.inputs(), np.int64)  # (R,)
         logits = self.runner.decode(inputs)  # (R, V)
         logits[:, self._never_generated] = -np.inf
+        failures: dict[Sequence, DragomanError] = {}
         for sequence, row in self.scheduler.steered():
-            assert sequence.request.steering is not None
-            steer(logits[row.slot], row.tokens, sequence.request, self._rules.eos)
-        update = self.scheduler.update(Offers(logits), ended := time.monotonic())
+            try:
+                steer(logits[row.slot], row.tokens, sequence.request, self._rules.eos)
+            except Exception as error:  # a request's options must not harm another's
+                failures[sequence] = failure(error)
+        update = self.scheduler.update(Offers(logits), failures, ended := time.monotonic())
         for fork in update.forks:
             self.runner.fork(fork.source, fork.target)
         self._move(update.moves)

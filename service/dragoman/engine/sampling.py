@@ -14,7 +14,7 @@ from dragoman.engine.largest import largest
 from dragoman.types import FloatArray, IntArray, SearchOptions
 
 FIRST_CANDIDATES = 256
-"""So many tokens are sorted at first to find those that top-p and min-p leave; if they do not suffice, all are."""
+"""So many tokens are sorted at first to find those that top-p and min-p leave; then four times as many, and so on."""
 
 
 class Sampler:
@@ -45,13 +45,13 @@ class Sampler:
         if options.top_k:
             places = largest(logits, min(options.top_k, size))
             return places[: self._kept(weights[places], float(weights[places].sum()))]
-        total = float(weights.sum())
-        places = largest(logits, min(FIRST_CANDIDATES, size))
-        kept = self._kept(weights[places], total)
-        if kept == len(places) < size:  # perhaps more belong to them
-            places = largest(logits, size)
+        total, count = float(weights.sum()), min(FIRST_CANDIDATES, size)
+        while True:
+            places = largest(logits, count)
             kept = self._kept(weights[places], total)
-        return places[:kept]
+            if kept < count or count == size:
+                return places[:kept]
+            count = min(size, 4 * count)  # perhaps more belong to them
 
     def _kept(self, weights: NDArray[np.float64], total: float) -> int:
         """How many of the tokens with these weights, falling, are left: one at least."""

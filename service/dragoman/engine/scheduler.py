@@ -5,6 +5,8 @@ The engine calls ``schedule`` before a step and ``update`` after it; both say wh
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dragoman.engine.choice import Offers
@@ -12,7 +14,7 @@ from dragoman.engine.queue import Dropped, Queue
 from dragoman.engine.search import Hypothesis
 from dragoman.engine.sequence import Sequence, Status
 from dragoman.engine.slots import Move, SlotTable
-from dragoman.errors import RowError
+from dragoman.errors import DragomanError, RowError
 
 
 @dataclass(slots=True)
@@ -32,7 +34,7 @@ class Advance:
     sequence: Sequence
     tokens: list[int]
     finished: bool = False
-    error: RowError | None = None
+    error: DragomanError | None = None
 
 
 @dataclass(slots=True)
@@ -44,6 +46,17 @@ class Update:
     moves: list[Move] = field(default_factory=list)
 
 
+logger = logging.getLogger(__name__)
+
+
+def failure(error: Exception) -> DragomanError:
+    """What the caller of a request is told that failed by an exception of its own."""
+    if isinstance(error, DragomanError):
+        return error
+    logger.error("a request failed", exc_info=error)
+    return RowError("decoding this request failed by an error of the server, which its log has")
+
+
 class Scheduler:
     """Owns the running sequences and the slot table of one replica."""
 
@@ -51,7 +64,7 @@ class Scheduler:
         self._queue = queue
         self._max_encode_tokens = max_encode_tokens
         self._slots = SlotTable(num_slots)
-        self._running: dict[Sequence, None] = {}  # in order of admission
+        self._running: dict[Sequence, list[Hypothesis]] = {}  # in order of admission, with the rows that each got
 
     @property
     def num_rows(self) -> int:
@@ -85,7 +98,7 @@ class Scheduler:
         for sequence in admitted:
             sequence.status = Status.RUNNING
             sequence.admitted = now
-            self._running[sequence] = None
+            self._running[sequence] = list(sequence.hypotheses)
             for hypothesis in sequence.hypotheses:
                 self._slots.take(hypothesis)
         return Plan(dropped, stopped, moves, admitted)
@@ -107,21 +120,27 @@ class Scheduler:
             for hypothesis in sequence.search.deciding()
         ]
 
-    def update(self, offers: Offers, now: float) -> Update:
-        """Let every search take its step, end what is complete, free slots. A request that cannot go on ends alone."""
+    def update(self, offers: Offers, failures: Mapping[Sequence, DragomanError], now: float) -> Update:
+        """Let every search take its step, end what is complete, free slots. A request that cannot go on ends alone.
+
+        ``failures``: those that cannot take it, and why.
+        """
         update = Update()
         released: list[Hypothesis] = []
         for sequence in self._running:
-            if sequence.first_token is None:
-                sequence.first_token = now
             try:
+                if sequence in failures:
+                    raise failures[sequence]
                 progress = sequence.search.advance(offers)
-            except RowError as error:
+            except Exception as error:  # whatever it was, it is this request's alone
                 # What a text that has its end already does next does not matter.
                 if stopped := sequence.stopped:
                     sequence.search.stop()
-                update.advances.append(Advance(sequence, [], finished=True, error=None if stopped else error))
+                reason = None if stopped else failure(error)
+                update.advances.append(Advance(sequence, [], finished=True, error=reason))
                 continue
+            if sequence.first_token is None and (progress.finished or sequence.search.num_tokens()):
+                sequence.first_token = now
             update.forks += [Move(origin.slot, row.slot) for origin, row in progress.forks]
             released += progress.released
             if progress.tokens or progress.finished:
@@ -141,7 +160,7 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> list[Move]:
         """What is left of its rows goes."""
         sequence.status = Status.FINISHED
-        del self._running[sequence]
-        moves = [move for row in sequence.hypotheses if row.slot >= 0 for move in self._release(row)]
+        rows = self._running.pop(sequence)
+        moves = [move for row in rows if row.slot >= 0 for move in self._release(row)]
         self._queue.finished(1)
         return moves

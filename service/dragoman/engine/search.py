@@ -12,7 +12,7 @@ from typing import Protocol
 from dragoman.engine.choice import Offers, Ranked
 from dragoman.engine.repetition import loops
 from dragoman.engine.sampling import Sampler
-from dragoman.errors import RowError
+from dragoman.errors import ImpossibleError, RowError
 from dragoman.types import FinishReason, GenerationRequest, HypothesisResult
 
 
@@ -61,7 +61,7 @@ class Search(Protocol):
         """The rows whose logits the next ``advance`` reads: none while a prefix is fed."""
 
     def advance(self, offers: Offers) -> Progress:
-        """Take a step. Raises RowError when a row cannot go on: the request fails alone."""
+        """Take a step. Raises RowError or ImpossibleError when a row cannot go on: the request fails alone."""
 
     def stop(self) -> None:
         """End now, because the text has what it was asked to end with."""
@@ -74,10 +74,11 @@ class Search(Protocol):
 
 
 def check_usable(value: float, num_tokens: int) -> None:
-    """Raises RowError unless the best logit of a row is a finite number."""
-    if value == float("-inf"):
-        raise RowError(
-            f"after {num_tokens} tokens, no token is left that may come: the request's constraints exclude each other"
+    """Raises ImpossibleError where nothing may come, and RowError unless the best logit is a finite number."""
+    if value == -math.inf:
+        raise ImpossibleError(
+            f"after {num_tokens} tokens, none is left that may come: loosen suppress_tokens, suppress_sequences, "
+            "no_repeat_ngram_size or min_new_tokens"
         )
     if not abs(value) < float("inf"):  # written so that NaN fails
         raise RowError(f"the model gave no finite score after {num_tokens} tokens of this request")
@@ -95,6 +96,8 @@ class TokenSearch:
         self._prefix = (*request.prefix, eos) if request.score_prefix else request.prefix
         self.rows = [Hypothesis(decoder_start) for _ in range(request.search.num_hypotheses)]
         self._all = list(self.rows)
+        self._tells = len(self.rows) == 1  # of several, which is the best shows at the end
+        self._scores = request.return_scores or len(self.rows) > 1
         self._parts = request.search.alternatives
         if request.search.temperature > 0:
             for number, row in enumerate(self.rows):
@@ -123,25 +126,25 @@ class TokenSearch:
             token = self._prefix[place]
             if not self._request.score_prefix:
                 row.append(token)
-                if len(self._all) == 1:
+                if self._tells:
                     progress.tokens.append(token)
                 return
         check_usable(offers.value(row.slot), place)
         if not place < len(self._prefix):
             token = offers.best(row.slot) if row.sampler is None else offers.draw(row.slot, row.sampler)
+        if self._scores:
+            row.token_scores.append(offers.log_prob(row.slot, token))
         self._take(row, token, offers, progress)
 
     def _take(self, row: Hypothesis, token: int, offers: Offers, progress: Progress) -> None:
         request = self._request
-        if request.return_scores or len(self._all) > 1:
-            row.token_scores.append(offers.log_prob(row.slot, token))
         if request.num_top:
             row.top.append(offers.ranked(row.slot, request.num_top))
         if token == self._eos:
             row.finish_reason = FinishReason.STOP
         else:
             row.append(token)
-            if len(self._all) == 1:
+            if self._tells:
                 progress.tokens.append(token)
             if not request.score_prefix and len(row.tokens) - len(self._prefix) >= request.max_new_tokens:
                 row.finish_reason = FinishReason.LENGTH
@@ -155,14 +158,15 @@ class TokenSearch:
         self._parts = False
         first = self.rows[0]
         check_usable(offers.value(first.slot), len(first.tokens))
-        # To end is no alternative.
-        ranked = offers.ranked(first.slot, len(self.rows) + 1).tokens
-        tokens = [token for token in ranked if token != self._eos][: len(self.rows)]
-        share = -math.log1p(-math.exp(offers.log_prob(first.slot, self._eos)))  # probabilities are over the others
-        for row, token in zip(self.rows, tokens, strict=False):
+        # To end is no alternative: probabilities are over the others.
+        found = offers.ranked(first.slot, len(self.rows), without=self._eos)
+        if not found.tokens:
+            check_usable(-math.inf, len(first.tokens))
+        for row, token, score in zip(self.rows, found.tokens, found.log_probs, strict=False):
+            if self._scores:
+                row.token_scores.append(score)
             self._take(row, token, offers, progress)
-            row.token_scores[0] += share
-        for row in self.rows[len(tokens) :]:  # fewer tokens may come than alternatives were asked for
+        for row in self.rows[len(found.tokens) :]:  # fewer tokens may come than alternatives were asked for
             row.finish_reason = FinishReason.CANCELLED
             progress.released.append(row)
             self._all.remove(row)

@@ -1,6 +1,7 @@
 """The mutable life of one request inside the engine.
 
-Owned by the queue while it waits and by one scheduler while it runs; only ``cancel`` may be called from elsewhere.
+Owned by the queue while it waits and by one scheduler while it runs. Others may call ``cancel`` and ``stop``; and the
+engine ``stats``, of one that it refuses or that died with its replica.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ def steer(logits: FloatArray, tokens: Sequence[int], request: GenerationRequest,
     # While the prefix is fed, and perhaps scored, it alone decides.
     if 0 <= len(tokens) - len(request.prefix) < steering.min_new_tokens:
         logits[eos] = -np.inf
+    if steering.suppressed:
+        logits[np.array(steering.suppressed)] = -np.inf
     for token in _banned(tokens, steering):
         logits[token] = -np.inf
 
@@ -47,10 +49,12 @@ def _penalize(logits: FloatArray, tokens: Sequence[int], penalty: float) -> None
 
 
 def _banned(tokens: Sequence[int], steering: Steering) -> Iterator[int]:
-    yield from steering.suppressed
     for sequence in steering.suppressed_sequences:
-        head = sequence[:-1]
-        if tuple(tokens[len(tokens) - len(head) :]) == head:
+        size = len(sequence) - 1
+        # Most fail at the first glance, which is cheaper than to take a part of both.
+        if size and (size > len(tokens) or tokens[-1] != sequence[-2]):
+            continue
+        if tuple(tokens[len(tokens) - size :]) == sequence[:-1]:
             yield sequence[-1]
     if steering.no_repeat_ngram_size:
         yield from _repeating(tokens, steering.no_repeat_ngram_size)

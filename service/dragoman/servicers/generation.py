@@ -206,12 +206,18 @@ def _describe(model: ServedModel, config: ServerConfig) -> pb.GetModelResponse:
             source_vocab_size=shape.source_vocab_size,
             target_vocab_size=shape.target_vocab_size,
         ),
-        quality={name: str(value) for name, value in (manifest.quality | model.graphs.quality).items()},
+        quality={name: str(value) for name, value in _quality(model).items()},
         source_tokenizer=_describe_tokenizer(manifest.tokenizers.source),
         target_tokenizer=_describe_tokenizer(manifest.tokenizers.target),
         batch_invariant=model.graphs.batch_invariant,
         alignment=manifest.alignment is not None,
     )
+
+
+def _quality(model: ServedModel) -> dict[str, float | str]:
+    """The figures of what answers here, where they were measured; else those of the trained model. Never both."""
+    measured = (model.graphs if model.shortlist is None else model.shortlist).quality
+    return measured if measured and "status" not in measured else model.bundle.manifest.quality
 
 
 def _describe_tokenizer(entry: TokenizerEntry) -> pb.TokenizerInfo:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dragoman.config import EngineConfig
 from dragoman.engine.replica import TokenRules, generate_all
-from dragoman.errors import RowError
+from dragoman.engine.sampling import Sampler
+from dragoman.errors import ImpossibleError, RowError
 from dragoman.testing import VOCABULARY, ScriptedRunner
 from dragoman.types import FinishReason, GenerationRequest, SearchOptions, Steering
 from dragoman.vocabulary import BOS_ID, EOS_ID, PAD_ID, UNK_ID
@@ -257,7 +258,7 @@ def mixed(seed):
             SearchOptions(),
             SearchOptions(beam_size=rng.randint(2, 4), num_hypotheses=2, length_penalty=rng.choice([0.0, 1.0])),
             SearchOptions(temperature=0.8, num_hypotheses=rng.randint(1, 3), seed=seed, top_k=rng.choice([0, 5])),
-            SearchOptions(num_hypotheses=3, alternatives=True),
+            SearchOptions(num_hypotheses=rng.randint(1, 5), alternatives=True),
         ]
     )
     steering = rng.choice([None, Steering(min_new_tokens=3), Steering(repetition_penalty=1.3, suppressed=(6, 7))])
@@ -291,8 +292,8 @@ def test_constraints_that_leave_no_token_fail_that_request_alone():
     impossible = GenerationRequest((4, EOS_ID), 5, steering=Steering(suppressed=tuple(range(SIZE))))
     other = GenerationRequest((5, EOS_ID), 5, search=SearchOptions(beam_size=3))
     outcome, good = run(impossible, other)
-    assert isinstance(outcome, RowError)
-    assert "constraints" in str(outcome)
+    assert isinstance(outcome, ImpossibleError)
+    assert "loosen suppress_tokens" in str(outcome)
     assert good.hypotheses == run(other)[0].hypotheses
 
 
@@ -327,7 +328,7 @@ def test_a_beam_that_may_choose_nothing_is_dropped():
     (outcome,) = run(GenerationRequest((9, EOS_ID), 9, search=search), script=script)
     assert outcome.hypotheses[0].tokens == (5, 5)
     (outcome,) = run(GenerationRequest((9, EOS_ID), 9, search=search, prefix=(4,)), script=script)
-    assert isinstance(outcome, RowError)
+    assert isinstance(outcome, ImpossibleError)
 
 
 def test_a_beam_search_over_fewer_tokens_than_beams_ends():
@@ -339,3 +340,63 @@ def test_a_beam_search_over_fewer_tokens_than_beams_ends():
     search = SearchOptions(beam_size=8, num_hypotheses=8)
     (outcome,) = run(GenerationRequest((9, EOS_ID), 3, True, search=search), script=script)
     assert {h.tokens for h in outcome.hypotheses} == {(), (4,), (4, 4), (4, 4, 4)}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("scored", [False, True])
+def test_alternatives_to_an_end_that_is_certain(count, scored):
+    """However sure the model is of the end: the best of the others, and their share of what the end leaves."""
+
+    def script(source, fed):
+        return [60.0 if index == EOS_ID else float(index == 7) for index in range(SIZE)]
+
+    search = SearchOptions(num_hypotheses=count, alternatives=True)
+    (outcome,) = run(GenerationRequest((9, EOS_ID), 9, scored, search=search), script=script)
+    assert [h.tokens for h in outcome.hypotheses] == [(7,), (4,)][:count]
+    if scored:
+        assert outcome.hypotheses[0].token_scores[0] == pytest.approx(1 - math.log(math.e + SIZE - 5))
+
+
+def test_alternatives_where_nothing_but_the_end_may_come():
+    """There is none: the request fails, alone."""
+    steering = Steering(suppressed=tuple(i for i in range(SIZE) if i != EOS_ID))
+    search = SearchOptions(num_hypotheses=2, alternatives=True)
+    bad, good = GenerationRequest((9, EOS_ID), 9, search=search, steering=steering), GenerationRequest((5, EOS_ID), 9)
+    outcome, other = run(bad, good)
+    assert isinstance(outcome, ImpossibleError)
+    assert other.hypotheses == run(good)[0].hypotheses
+
+
+def test_an_error_in_one_requests_search_ends_that_request_alone(monkeypatch):
+    """Whatever it is: its rows are free again, the neighbour's answer is untouched, and the log has the cause."""
+    good = GenerationRequest((5, EOS_ID), 9, search=SearchOptions(beam_size=3))
+    expected = run(good)[0].hypotheses
+    draw = Sampler.draw
+
+    def fail(self, logits):
+        if self._options.seed == 13:
+            raise ZeroDivisionError
+        return draw(self, logits)
+
+    monkeypatch.setattr(Sampler, "draw", fail)
+    bad = GenerationRequest((9, EOS_ID), 9, search=SearchOptions(temperature=1.0, seed=13, num_hypotheses=2))
+    outcomes = run(bad, good, bad, bad, good, num_slots=5)
+    assert [isinstance(outcome, RowError) for outcome in outcomes] == [True, False, True, True, False]
+    assert outcomes[1].hypotheses == outcomes[4].hypotheses == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([math.nan, math.inf, -math.inf, 60.0]))
+def test_no_numbers_of_a_model_end_the_engine(seed, value):
+    """NaN, infinities and certainty anywhere, under any options: every request has an answer or an error of its own."""
+
+    def script(source, fed):
+        logits = hashing_script(source, fed)
+        rng = random.Random(hash((seed, source, fed)))
+        for index in range(SIZE):
+            if rng.random() < 0.1:
+                logits[index] = value
+        return logits
+
+    outcomes = run(*(mixed(seed * 50 + index) for index in range(8)), script=script, num_slots=6)
+    assert all(isinstance(o, RowError | ImpossibleError) or o.hypotheses for o in outcomes)

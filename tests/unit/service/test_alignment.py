@@ -13,7 +13,14 @@ from dragoman.alignment import Aligner, AlignmentPoint, points
 from dragoman.answer import TextResult, TextUpdate
 from dragoman.bundle import GoldenCase
 from dragoman.config import EngineConfig
-from dragoman.errors import BundleError, DeadlineError, ModelUnsupportedError, NotReadyError, OverloadedError
+from dragoman.errors import (
+    BundleError,
+    DeadlineError,
+    InvalidRequestError,
+    ModelUnsupportedError,
+    NotReadyError,
+    OverloadedError,
+)
 from dragoman.served_model import check_alignment
 from dragoman.testing import ScriptedRunner, scripted_model
 from dragoman.types import DecodingOptions
@@ -191,6 +198,30 @@ async def test_answers_that_wait_to_be_aligned_are_bounded():
         gated.opened.set()
         assert [(await text).text for text in texts] == ["a", "b"]
         assert (await model.pipeline.generate("c", ALIGNED)).text == "c"
+
+
+async def test_room_is_taken_as_a_request_comes():
+    """Of three at once the third finds none, though no answer is finished yet; a refused text keeps none."""
+    async with running(config=EngineConfig(max_waiting=2)) as model:
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match="'1'"):
+                await model.pipeline.generate("a\n1", ALIGNED)
+        texts = [model.pipeline.generate(text, ALIGNED) for text in ("a", "b", "c")]
+        first, second, third = await asyncio.gather(*texts, return_exceptions=True)
+        assert (first.text, second.text) == ("a", "b")
+        assert isinstance(third, OverloadedError)
+        assert "2 answers are to be aligned already" in str(third)
+        assert (await model.pipeline.generate("c", ALIGNED)).text == "c"
+
+
+async def test_a_request_for_which_there_is_never_room_is_told_so():
+    """Not to come again later; the model is not asked."""
+    runner = ScriptedRunner()
+    options = DecodingOptions(return_alignment=True, return_alternatives=True, num_hypotheses=3)
+    async with running(runner=runner, config=EngineConfig(max_waiting=2)) as model:
+        with pytest.raises(InvalidRequestError, match="for 3 answers; this server aligns 2 at a time: ask for fewer"):
+            await model.pipeline.generate("abc", options)
+    assert runner.encoded == []
 
 
 async def test_a_forced_pass_that_fails_fails_its_request_alone():

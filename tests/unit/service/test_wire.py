@@ -113,7 +113,7 @@ some_options = (
         beam_size=st.integers(5, 1024),
         patience=st.floats(1, 100),
         num_hypotheses=st.integers(1, 5),
-        **steering,
+        **(steering | {"length_penalty": st.floats(-10, 10).filter(bool)}),  # with 0 there is no patience
     )
     | st.builds(
         DecodingOptions,

@@ -177,6 +177,23 @@ def test_the_state_of_a_signal_takes_no_place_of_a_validated_checkpoint(trainer:
     assert seen == [[2], [2, 3], [2, 3, 4], [2, 3, 5], [3, 6]]
 
 
+@pytest.mark.parametrize("content", ["{", "null", None])
+def test_an_old_checkpoint_with_damaged_metrics_stops_no_run(
+    trainer: Trainer, caplog: pytest.LogCaptureFixture, content: str | None
+) -> None:
+    """It counts as one of no validation, and so goes; what cannot be read at all is told."""
+    for step in (2, 3):
+        trainer.progress.step = step
+        trainer.save({"dev_loss": 1.0})
+    file = trainer.run / "checkpoints" / "step-00000002" / "metrics.json"
+    file.unlink() if content is None else file.write_text(content)
+    trainer.progress.step = 4
+    trainer.save({"dev_loss": 1.0})
+    assert [path.name[-1] for path in checkpoint.checkpoint_folders(trainer.run)] == ["3", "4"]
+    warnings = [line for line in caplog.messages if f"{file} cannot be read" in line]
+    assert len(warnings) == (content != "null")
+
+
 def change_record(change: Callable[[dict[str, object]], object]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         record = json.loads((folder / "config.json").read_text())
