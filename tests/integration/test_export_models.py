@@ -18,11 +18,12 @@ from dragoman.config import EngineConfig
 from dragoman.pipeline import TextLimits
 from dragoman.served_model import ServedModel
 from dragoman.types import DecodingOptions
-from dragoman_export import exporter
+from dragoman_export import exporter, verify
 from dragoman_export.cli import export
 from dragoman_export.errors import ExportError
 from dragoman_export.exporter import ExportOptions
 from dragoman_export.exporter import export as export_checkpoint
+from dragoman_export.targets import INT8
 from dragoman_training.checkpoint import LoadedCheckpoint
 from dragoman_training.config import ModelConfig, padded_vocab_size
 from dragoman_training.data import encode_source
@@ -228,6 +229,16 @@ def test_a_model_whose_caches_are_large_is_compared_on_fewer_slots(tmp_path, mon
     sources = tuple(texts(20))
     result = export_checkpoint(checkpoint, ExportOptions("m", "1", sources=sources), tmp_path / "out")
     assert result.proofs["fp32"].parity.num_beam_sources == len(sources)
+
+
+def test_int8_may_change_fewer_tokens_of_given_sources_than_of_generated_ones(tmp_path, monkeypatch):
+    """One in ten: too many of a dev set's answers, not of answers to what no model was trained on."""
+    monkeypatch.setattr(verify, "token_error_rate", lambda references, answers: 0.1)
+    checkpoint = checkpoint_of(list(CASES.values())[-1], tmp_path / "c")
+    given = ExportOptions("m", "1", targets=(INT8,), sources=tuple(texts(20)))
+    with pytest.raises(ExportError, match=r"greedy answers differ .* by 0\.1 edits a token; at most 0\.05 is allowed"):
+        export_checkpoint(checkpoint, given, tmp_path / "out")
+    export_checkpoint(checkpoint, dataclasses.replace(given, sources=None), tmp_path / "out")
 
 
 class OneOtherPiece(SentencePieceTokenizer):

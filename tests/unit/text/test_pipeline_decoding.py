@@ -17,7 +17,7 @@ from dragoman.answer import TextResult, TopToken
 from dragoman.bundle import Limits, Tokenizers
 from dragoman.config import EngineConfig
 from dragoman.engine.engine import Engine, Stream
-from dragoman.errors import InvalidRequestError, RowError
+from dragoman.errors import ImpossibleError, InvalidRequestError
 from dragoman.pipeline import TextLimits, TextPipeline
 from dragoman.resolver import Terms
 from dragoman.served_model import token_rules
@@ -331,7 +331,7 @@ async def test_a_request_whose_constraints_leave_nothing_fails_alone():
         bad, good = await asyncio.gather(
             pipeline.generate("abc", impossible), pipeline.generate("xyz", DecodingOptions()), return_exceptions=True
         )
-    assert isinstance(bad, RowError) and "no token is left" in str(bad)
+    assert isinstance(bad, ImpossibleError) and "loosen suppress_tokens" in str(bad)
     assert good.text == "xyz"
 
 
