@@ -37,10 +37,11 @@ def write(name: str, folder: Path, count: int) -> None:
     """A checkpoint ``folder/NAME``, and texts beside it."""
     import torch
 
-    from dragoman_training.checkpoint import FORMAT, write_checkpoint
+    from dragoman_training.checkpoint import write_checkpoint
     from dragoman_training.config import ModelConfig
     from dragoman_training.data import encode_source
     from dragoman_training.model import Transformer
+    from dragoman_training.record import FORMAT
     from dragoman_training.tokenizer import SPECIAL_IDS, SPECIAL_TOKENS, PlainTokenizer, file_names
 
     size = VOCABULARIES[name]

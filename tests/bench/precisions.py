@@ -58,10 +58,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=12)
     args = parser.parse_args()
-    size, *sizes = SHAPES[args.shape]
+    size = SHAPES[args.shape][0]
     torch.manual_seed(0)
-    names = ("d_model", "num_heads", "ffn_dim", "encoder_layers", "decoder_layers")
-    config = ModelConfig(**dict(zip(names, sizes, strict=True)), source_vocab_size=size, target_vocab_size=size)
+    _, d_model, num_heads, ffn_dim, encoder_layers, decoder_layers = SHAPES[args.shape]
+    config = ModelConfig(
+        d_model=d_model,
+        num_heads=num_heads,
+        ffn_dim=ffn_dim,
+        encoder_layers=encoder_layers,
+        decoder_layers=decoder_layers,
+        source_vocab_size=size,
+        target_vocab_size=size,
+    )
     model = Transformer(config).eval()
     shape = ModelShape(*(getattr(config, field.name) for field in dataclasses.fields(ModelShape)))
     with tempfile.TemporaryDirectory() as name:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from precisions import SHAPES, SOURCE_TOKENS, STEPS, traced
+from precisions import SHAPES, SOURCE_TOKENS, STEPS, traced  # type: ignore[import-not-found]  # beside this file
 
 from dragoman.bundle import ModelShape, Shortlist
 from dragoman.engine.candidates import Candidates

@@ -165,7 +165,7 @@ def test_an_early_turn_that_a_cancel_leaves_does_not_turn_the_clock_back():
     assert [take_one(queue), take_one(queue)] == [waiting[9], newcomer]
 
 
-def reachable(root) -> int:
+def reachable(root):
     """How many objects hang on this one, leaving out code."""
     seen, todo = {id(root)}, [root]
     while todo:

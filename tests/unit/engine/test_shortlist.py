@@ -15,7 +15,7 @@ from dragoman.errors import BundleError
 
 SHAPE = ModelShape(8, 1, 8, 1, 1, source_vocab_size=4, target_vocab_size=900)
 RNG = np.random.default_rng(0)
-ARRAYS = {
+ARRAYS: dict[str, np.ndarray] = {
     "offsets": np.array([0, 2, 2, 5, 6], np.int32),
     "tokens": np.array([7, 3, 3, 4, 899, 5], np.int32),
     "always": np.array([2, 9], np.int32),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dragoman_training import checkpoint, data, decode
+from dragoman_training import beam, checkpoint, data, decode
 from dragoman_training import trainer as training
 from dragoman_training.config import ModelShape
 from dragoman_training.configfile import load_config
@@ -108,7 +108,7 @@ def test_the_decoder_reads_one_start_id_in_training_and_decoding(toy: Path, monk
     monkeypatch.setattr(Transformer, "embed", watched("decoding"))
     model = trainer.model.eval()
     decode.greedy(model, [[4, 2], [5, 2]], 3, trainer.special)
-    decode.beam_search(model, [4, 2], decode.BeamOptions(beam_size=2, max_new_tokens=3), trainer.special)
+    beam.beam_search(model, [4, 2], beam.BeamOptions(beam_size=2, max_new_tokens=3), trainer.special)
     constant = trainer.record["special_ids"]["decoder_start"]
     assert first == {"training": {constant}, "decoding": {constant}}
 
