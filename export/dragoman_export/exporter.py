@@ -164,13 +164,13 @@ class _Prover:
     def __init__(self, checkpoint: LoadedCheckpoint, options: ExportOptions) -> None:
         self._checkpoint, self._options = checkpoint, options
         self._codec = Codec(checkpoint)
-        self._encoded = self._accepted(options.sources)
+        self._encoded = self._accepted(options.sources, "--sources")
         self.num_skipped = 0 if options.sources is None else len(options.sources) - len(self._encoded)
         greedy = self._answers(self._encoded)
         places = beam_places(len(greedy))
         found = self._answers([self._encoded[i] for i in places], BEAM_SIZE)
         self._references = References(greedy, dict(zip(places, found, strict=True)))
-        self._test = self._accepted(options.test.sources) if options.test is not None else []
+        self._test = self._accepted(options.test.sources, "--test") if options.test is not None else []
         self._test_figures: dict[str, float] | None = None
 
     def manifest(self, graphs: tuple[GraphSet, ...]) -> Manifest:
@@ -200,7 +200,7 @@ class _Prover:
             return None
         encoded, answers = self._encoded, self._references.greedy
         if options.calibration is not None:
-            encoded = self._accepted(options.calibration)
+            encoded = self._accepted(options.calibration, "--calibration")
             answers = self._answers(encoded)
         return calibrate(checkpoint.model, [source for _, source in encoded], answers, checkpoint.special)
 
@@ -305,7 +305,12 @@ class _Prover:
         if self._test_figures is None:
             self._test_figures = self._figures([answer.tokens for answer in self._answers(self._test)])
         found = self._figures(answers)
-        return {"num_lines": float(len(self._test)), **compare(found, self._test_figures, target.precision)}
+        assert self._options.test is not None
+        counts = {"num_lines": len(self._test), "num_skipped": len(self._options.test.sources) - len(self._test)}
+        return {
+            **{name: float(count) for name, count in counts.items()},
+            **compare(found, self._test_figures, target.precision),
+        }
 
     def _figures(self, answers: Sequence[Sequence[int]]) -> dict[str, float]:
         """The test set's, of these answers."""
@@ -316,11 +321,13 @@ class _Prover:
         targets = [t for s, t in zip(test.sources, test.targets, strict=True) if s in accepted]
         return figures(self._codec.decode(answers), targets, is_text=is_text)
 
-    def _accepted(self, texts: Sequence[str] | None) -> Encoded:
+    def _accepted(self, texts: Sequence[str] | None, option: str) -> Encoded:
+        """Those texts that the service would accept; random ones where none were given."""
         encoded = self._codec.generated(NUM_GENERATED) if texts is None else self._codec.encode_all(texts)
         if not encoded:
             raise ExportError(
-                f"the model accepts none of the {len(texts or ())} sources: give dev sources to compare on"
+                f"{option}: the model accepts none of the {len(texts or ())} sources: give some that are like what it "
+                "was trained on"
             )
         return encoded
 

@@ -52,7 +52,7 @@ _QUANTIZED = Tolerance(logits=float("inf"), relative=0.2, token_error_rate=0.05)
 
 Of a trained model's tokens on its own dev set, they change less than one in a hundred.
 """
-_QUANTIZED_ON_GENERATED = replace(_QUANTIZED, token_error_rate=0.2)
+_QUANTIZED_ON_GENERATED = replace(_QUANTIZED, token_error_rate=0.5)
 
 FP32 = Target(
     "cpu",

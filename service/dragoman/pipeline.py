@@ -17,7 +17,7 @@ from dragoman.alignment import Aligner, AlignmentPoint, points
 from dragoman.answer import TextHypothesis, TextResult, TextScore, TextSegment, TextUpdate, TopToken
 from dragoman.bundle import Manifest
 from dragoman.engine.engine import Engine, Stream
-from dragoman.errors import InvalidRequestError, ModelUnsupportedError, SourceTooLongError
+from dragoman.errors import DragomanError, InvalidRequestError, ModelUnsupportedError, SourceTooLongError
 from dragoman.resolver import Resolved, Resolver, Terms
 from dragoman.stops import AnswerReader
 from dragoman.tokenizer import SourceTokenizer, TargetTokenizer, lone_surrogate
@@ -25,6 +25,7 @@ from dragoman.types import (
     DecodingOptions,
     FinishReason,
     GenerationRequest,
+    GenerationResult,
     HypothesisResult,
     Timing,
     TokenIds,
@@ -222,37 +223,60 @@ class TextPipeline:
         options: DecodingOptions,
     ) -> None:
         """Detokenize one segment's stream into the shared queue."""
+        try:
+            sent, result = await self._follow(index, request, stream, items, options)
+            # From here on, what was read so far does not matter: the answer is the same however it came.
+            written = self._written(options, request, result.hypotheses)
+            hypotheses = []
+            for number, (hypothesis, tokens) in enumerate(written):
+                if options.return_alignment:
+                    hypothesis = replace(hypothesis, alignment=await self._align(segment, request, tokens))
+                assert number > 0 or hypothesis.text.startswith(sent)
+                delta = hypothesis.text[len(sent) :] if number == 0 else hypothesis.text
+                items.put_nowait(TextUpdate(index, number, delta, hypothesis))
+                hypotheses.append(hypothesis)
+            own = request.source[self._source_tokenizer.own(request.source)]
+            source_tokens = tuple(self._source_tokenizer.tokens(own)) if options.return_alignment else ()
+            items.put_nowait(
+                _SegmentEnd(index, tuple(hypotheses), result.num_source_tokens, result.timing, source_tokens)
+            )
+        except Exception as error:
+            items.put_nowait(error)
+
+    async def _follow(
+        self,
+        index: int,
+        request: GenerationRequest,
+        stream: Stream,
+        items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception],
+        options: DecodingOptions,
+    ) -> tuple[str, GenerationResult]:
+        """Pass on a stream's text as it comes. Returns what was passed on, and the result.
+
+        An answer that had reached a stop text before it failed is a good one, however late the engine learned of it.
+        """
         reader = AnswerReader(self._target_tokenizer, len(request.prefix), options.stop)
         stops_early = options.beam_size == 1 and options.num_hypotheses == 1
         sent = ""
         try:
             async for update in stream:
-                if update.result is None:
-                    delta = reader.push(update.tokens)
-                    sent += delta
-                    if delta:
-                        items.put_nowait(TextUpdate(index, 0, delta))
-                    if reader.stopped and stops_early:
-                        stream.stop()
-                    continue
-                # From here on, what was read so far does not matter: the answer is the same however it came.
-                written = self._written(options, request, update.result.hypotheses)
-                hypotheses = []
-                for number, (hypothesis, tokens) in enumerate(written):
-                    if options.return_alignment:
-                        hypothesis = replace(hypothesis, alignment=await self._align(segment, request, tokens))
-                    assert number > 0 or hypothesis.text.startswith(sent)
-                    delta = hypothesis.text[len(sent) :] if number == 0 else hypothesis.text
-                    items.put_nowait(TextUpdate(index, number, delta, hypothesis))
-                    hypotheses.append(hypothesis)
-                own = request.source[self._source_tokenizer.own(request.source)]
-                source_tokens = tuple(self._source_tokenizer.tokens(own)) if options.return_alignment else ()
-                result = update.result
-                items.put_nowait(
-                    _SegmentEnd(index, tuple(hypotheses), result.num_source_tokens, result.timing, source_tokens)
-                )
-        except Exception as error:
-            items.put_nowait(error)
+                if update.result is not None:
+                    return sent, update.result
+                delta = reader.push(update.tokens)
+                sent += delta
+                if delta:
+                    items.put_nowait(TextUpdate(index, 0, delta))
+                if reader.stopped and stops_early:
+                    stream.stop()
+        except DragomanError:
+            result = stream.partial
+            if not options.stop or result is None:
+                raise
+            ((answer, _),) = self._written(options, request, result.hypotheses)
+            if answer.finish_reason is not FinishReason.STOP_SEQUENCE:
+                raise
+            return sent, result
+        raise AssertionError("a stream ends with its result")
 
     def _written(
         self, options: DecodingOptions, request: GenerationRequest, found: tuple[HypothesisResult, ...]

@@ -390,10 +390,21 @@ def test_a_precision_that_costs_too_much_is_refused(graphs, pytorch, words):
         compare(graphs, pytorch, "int8")
 
 
+def test_a_test_set_that_can_measure_nothing_is_refused():
+    """Where PyTorch itself has no line right, the targets are hardly those of the sources."""
+    with pytest.raises(ExportError, match="are its targets those of its sources"):
+        compare({"word_error_rate": 1.0}, {"word_error_rate": 1.0}, "int8")
+
+
 def test_a_precision_that_costs_little_is_recorded():
     """Both figures stand in the manifest; to be better than PyTorch is no fault."""
-    found = compare({"bleu": 30.2, "chrf": 55.0}, {"bleu": 30.1, "chrf": 55.5}, "int8")
-    assert found == {"bleu": 30.2, "chrf": 55.0, "bleu_of_pytorch": 30.1, "chrf_of_pytorch": 55.5}
+    found = compare({"bleu": 30.2, "word_error_rate": 0.8}, {"bleu": 30.1, "word_error_rate": 0.9}, "int8")
+    assert found == {
+        "bleu": 30.2,
+        "word_error_rate": 0.8,
+        "bleu_of_pytorch": 30.1,
+        "word_error_rate_of_pytorch": 0.9,
+    }
 
 
 def test_gibberish_fails_the_export(reverse_data, reverse_run, tmp_path, capsys, monkeypatch):

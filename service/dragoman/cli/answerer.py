@@ -49,6 +49,8 @@ def check_answerer(args: argparse.Namespace) -> None:
         raise ConfigError("--bundle and --target were both given: a server chooses its own bundle")
     if args.target is not None and args.precision is not None:
         raise ConfigError("--precision and --target were both given: a server chooses its own graphs")
+    if args.target is not None and (own := runtime.changed_engine_flags(args)):
+        raise ConfigError(f"{', '.join(own)} and --target were both given: a server has its own engine settings")
     if args.target is not None and args.shortlist:
         raise ConfigError("--shortlist and --target were both given: a server chooses whether it has one")
 

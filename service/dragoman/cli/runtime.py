@@ -42,6 +42,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser.add_argument_group("engine"), EngineConfig, _ENGINE_FLAGS)
 
 
+def changed_engine_flags(args: argparse.Namespace) -> list[str]:
+    """The flags of ``EngineConfig`` that were given a value of their own."""
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    return [flag for name, (flag, _) in _ENGINE_FLAGS.items() if getattr(args, name, defaults[name]) != defaults[name]]
+
+
 def add_settings(
     group: Any, config: type[EngineConfig] | type[ServerConfig], flags: dict[str, tuple[str, str]]
 ) -> None:

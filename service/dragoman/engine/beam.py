@@ -175,7 +175,7 @@ class BeamSearch:
             place += 1
         self._num_certain = place
 
-    def stop(self) -> None:
+    def stop(self, reason: FinishReason = FinishReason.STOP_SEQUENCE) -> None:
         raise AssertionError("a beam search ends by itself; its texts are cut at the end")
 
     def results(self) -> tuple[HypothesisResult, ...]:

@@ -49,6 +49,7 @@ class Stream:
         self._outcome: GenerationResult | DragomanError | None = None
         self._read = False
         self._news = asyncio.Event()
+        self.partial: GenerationResult | None = None  # once it has failed: what a request of one row had before
 
     def __aiter__(self) -> AsyncIterator[GenerationUpdate]:
         return self
@@ -80,9 +81,15 @@ class Stream:
             raise ValueError("a beam search cannot be ended early: cut its texts at the end")
         self._sequence.stop()
 
-    def _deliver(self, tokens: list[int], outcome: GenerationResult | DragomanError | None) -> None:
+    def _deliver(
+        self,
+        tokens: list[int],
+        outcome: GenerationResult | DragomanError | None,
+        partial: GenerationResult | None = None,
+    ) -> None:
         self._tokens += tokens
         self._outcome = outcome
+        self.partial = partial
         self._news.set()
 
 
@@ -147,7 +154,8 @@ class Engine:
             if request.deadline is not None:
                 if now >= request.deadline:
                     raise DeadlineError("the deadline had passed before the request was queued")
-                self._forecast.check(request, self._queue.work_before(sequence), now)
+                is_idle = not self._queue.num_waiting and not self._is_full()
+                self._forecast.check(request, self._queue.work_before(sequence), now, is_idle=is_idle)
             self._queue.put(sequence)
         except DragomanError as error:
             self._tell(sequence.stats(error.code, now))
@@ -156,6 +164,10 @@ class Engine:
         self._streams[sequence] = stream
         self._idle.clear()
         return stream
+
+    def _is_full(self) -> bool:
+        """Whether no replica has a free row."""
+        return all(r.scheduler.num_rows == r.scheduler.num_slots for r in self._replicas)
 
     def snapshot(self) -> EngineSnapshot:
         """The engine at this moment. Any thread."""
@@ -207,7 +219,7 @@ class Engine:
                     self._forecast.learn(delivery.sequence.request, seconds, time.monotonic())
                 self._tell(delivery.stats)
                 del self._streams[delivery.sequence]
-            stream._deliver(delivery.tokens, delivery.outcome)
+            stream._deliver(delivery.tokens, delivery.outcome, delivery.partial)
         if not self._streams:
             self._idle.set()
 

@@ -19,6 +19,9 @@ MIN_ENDED: Final = 10
 FORGET_SECONDS: Final = 30.0
 """When nothing has ended well for so long, what was learned is void: a wrong forecast cannot refuse for ever."""
 
+IDLE_FACTOR: Final = 10.0
+"""On an idle server, a prediction has to be so many times what the deadline allows."""
+
 _MEMORY: Final = 32  # requests: older ones fade
 
 
@@ -49,12 +52,16 @@ class Forecast:
             return 0.0
         return (work_before / self._num_rows + expected_steps(request)) * self._seconds / self._steps
 
-    def check(self, request: GenerationRequest, work_before: int, now: float) -> None:
-        """Raises TooLateError when the request, queued now, would be done after its deadline only."""
+    def check(self, request: GenerationRequest, work_before: int, now: float, *, is_idle: bool = False) -> None:
+        """Raises TooLateError when the request, queued now, would be done after its deadline only.
+
+        ``is_idle``: a row is free for it at once. What was learned may be too slow, by a pause of the process say, and
+        only good ends unlearn it: so then only what is far out of reach is refused.
+        """
         if request.deadline is None:
             return
         predicted, allowed = self.seconds(request, work_before, now), request.deadline - now
-        if predicted > allowed:
+        if predicted > allowed * (IDLE_FACTOR if is_idle else 1.0):
             raise TooLateError(
                 f"the answer is expected in {predicted:.3f} s, the deadline allows {allowed:.3f} s: "
                 "retry later, or allow more time",

@@ -54,6 +54,7 @@ class Delivery:
     tokens: list[int]
     outcome: GenerationResult | DragomanError | None = None
     stats: RequestStats | None = None
+    partial: GenerationResult | None = None  # with an error: what was there before it
 
 
 class Replica:
@@ -136,9 +137,10 @@ class Replica:
             self.runner.fork(fork.source, fork.target)
         self._move(update.moves)
         for advance in update.advances:
-            if advance.finished:
-                outcome = advance.error or advance.sequence.result(ended)
-                self._end(advance.sequence, outcome, advance.tokens)
+            if advance.error is not None:
+                self._end(advance.sequence, advance.error, partial=advance.sequence.partial(ended))
+            elif advance.finished:
+                self._end(advance.sequence, advance.sequence.result(ended), advance.tokens)
             else:
                 self._deliveries.append(Delivery(advance.sequence, advance.tokens))
         self._tell(StepStats("decode", ended - started, len(inputs), len(inputs), len(inputs)))
@@ -148,10 +150,14 @@ class Replica:
             self.runner.move(move.source, move.target)
 
     def _end(
-        self, sequence: Sequence, outcome: GenerationResult | DragomanError, tokens: list[int] | None = None
+        self,
+        sequence: Sequence,
+        outcome: GenerationResult | DragomanError,
+        tokens: list[int] | None = None,
+        partial: GenerationResult | None = None,
     ) -> None:
-        code = outcome.code if isinstance(outcome, DragomanError) else "ok"
-        self._deliveries.append(Delivery(sequence, tokens or [], outcome, sequence.stats(code, time.monotonic())))
+        stats = sequence.stats(outcome.code if isinstance(outcome, DragomanError) else "ok", time.monotonic())
+        self._deliveries.append(Delivery(sequence, tokens or [], outcome, stats, partial))
 
     def _tell(self, stats: StepStats) -> None:
         if self._listener is not None:

@@ -63,8 +63,8 @@ class Search(Protocol):
     def advance(self, offers: Offers) -> Progress:
         """Take a step. Raises RowError or ImpossibleError when a row cannot go on: the request fails alone."""
 
-    def stop(self) -> None:
-        """End now, because the text has what it was asked to end with."""
+    def stop(self, reason: FinishReason = FinishReason.STOP_SEQUENCE) -> None:
+        """End now; by default because the text has what it was to end with."""
 
     def results(self) -> tuple[HypothesisResult, ...]:
         """The answers, best first, of a search that is finished."""
@@ -171,9 +171,9 @@ class TokenSearch:
             progress.released.append(row)
             self._all.remove(row)
 
-    def stop(self) -> None:
+    def stop(self, reason: FinishReason = FinishReason.STOP_SEQUENCE) -> None:
         for row in self.rows:
-            row.finish_reason = FinishReason.STOP_SEQUENCE
+            row.finish_reason = reason
 
     def results(self) -> tuple[HypothesisResult, ...]:
         # Alternatives keep the order of their first tokens; what was drawn is ranked by its probability.

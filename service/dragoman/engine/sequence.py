@@ -11,7 +11,7 @@ from enum import Enum
 
 from dragoman.engine.search import Hypothesis, Search
 from dragoman.errors import DeadlineError, RequestCancelledError, RequestError
-from dragoman.types import GenerationRequest, GenerationResult, RequestStats, Timing
+from dragoman.types import FinishReason, GenerationRequest, GenerationResult, RequestStats, Timing
 
 CLOCK_SLACK_SECONDS = 0.05
 """How much earlier than this process a caller's clock may say that a deadline has passed."""
@@ -66,6 +66,13 @@ class Sequence:
     def result(self, now: float) -> GenerationResult:
         """The end of a sequence whose search is finished."""
         return GenerationResult(self.search.results(), len(self.request.source), self.timing(now))
+
+    def partial(self, now: float) -> GenerationResult | None:
+        """What a sequence of one row that failed had until then; None for others. Its finish reason means nothing."""
+        if len(self.search.rows) != 1 or self.request.search.num_hypotheses != 1:
+            return None
+        self.search.stop(FinishReason.CANCELLED)
+        return self.result(now)
 
     def timing(self, now: float) -> Timing:
         """Where the time went until ``now``."""

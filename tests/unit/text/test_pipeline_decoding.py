@@ -212,6 +212,34 @@ async def test_an_answer_is_the_same_however_late_the_engine_hears_of_its_end(mo
     assert runner.num_decode_steps in ((5, 6) if stops_at_once else (64,))
 
 
+@pytest.mark.parametrize("is_late", [True, False])
+async def test_an_answer_that_has_its_end_does_not_fail_by_what_comes_behind(monkeypatch, is_late):
+    """Behind the stop text nothing may come: whether or not the engine heard of the end by then, the answer is good."""
+    told = threading.Event()
+    stop = Stream.stop
+
+    def tell(stream):
+        if not is_late:
+            stop(stream)
+        told.set()
+
+    monkeypatch.setattr(Stream, "stop", tell)
+    runner = ScriptedRunner(lambda source, fed: np.eye(SIZE)[4 + len(fed) % 26] * 9)  # b c d ... for ever
+
+    def hold():
+        if runner.num_decode_steps == 5 and not is_late:
+            assert told.wait(60)
+
+    runner.before_decode = hold
+    nothing_behind_f = tuple(("f", token) for token in VOCABULARY.tokens)
+    async with running(runner=runner) as pipeline:
+        answer = await best(pipeline, "a", stop=("ef",), suppress_sequences=nothing_behind_f, return_scores=True)
+        assert (answer.text, answer.finish_reason) == ("bcd", FinishReason.STOP_SEQUENCE)
+        assert len(answer.token_scores) == 3
+        with pytest.raises(ImpossibleError):
+            await best(pipeline, "a", stop=("gh",), suppress_sequences=nothing_behind_f)
+
+
 async def test_stop_strings_of_beams_and_of_several_answers_cut_each():
     """Where the search goes on behind them; the answers are ranked by what is left of them."""
     script = hashing_script(SIZE, eos_bonus=0.2)
@@ -447,11 +475,22 @@ async def test_fifty_sentences_stream_with_every_blank(sentencepiece_model):
 
 async def test_beams_stream_what_they_agree_on_before_the_end():
     """All beams share the first tokens, so that these come while the search still runs."""
-    text = "abcdefghijklmnop"
-    async with running(COPY) as pipeline:
-        *updates, last, _ = [item async for item in pipeline.stream(text, DecodingOptions(beam_size=2))]
-    assert last.result.text == text
-    assert len("".join(update.delta for update in updates)) > 6
+    text, sent, came = "abcdefghijklmnop", "", threading.Event()
+    runner = ScriptedRunner(COPY)
+
+    def hold():
+        if runner.num_decode_steps == 12:  # until the reader has most of what was decoded by now
+            assert came.wait(60)
+
+    runner.before_decode = hold
+    async with running(runner=runner) as pipeline:
+        async for item in pipeline.stream(text, DecodingOptions(beam_size=2)):
+            if isinstance(item, TextResult):
+                break
+            sent += item.delta
+            if len(sent) > 6:
+                came.set()
+    assert sent == item.text == text
 
 
 @settings(max_examples=60, deadline=None)
