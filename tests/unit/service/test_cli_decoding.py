@@ -82,6 +82,10 @@ def test_options_that_contradict_each_other_are_refused_before_any_model():
         (["--return-alternatives"], "--return-alternatives was given without --json"),
         (["--num-top-tokens", "2"], "--num-top-tokens was given without --json"),
         (["--priority", "1"], "--priority was given without --target"),
+        (
+            ["--target", "a:1", "--slots", "2", "--stuck-seconds", "3"],
+            "--slots, --stuck-seconds and --target were both",
+        ),
     ],
 )
 def test_what_a_line_has_no_place_for_is_not_dropped_in_silence(arguments, message):
