@@ -54,6 +54,7 @@ from dragoman_training.decode import Hypothesis, greedy_all
 VERIFY_SLOTS = 32
 VERIFY_KV_CACHE_BYTES = 1 << 30  # a model that needs more is compared on fewer slots
 NUM_GENERATED = 64
+BEAM_ROWS = 64  # that PyTorch decodes together: their caches are as large as a model's weights soon
 
 
 @dataclass(frozen=True)
@@ -116,19 +117,21 @@ def export(checkpoint: LoadedCheckpoint, options: ExportOptions, out: Path, *, o
         prover.check_range()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        ranges = prover.ranges() if {INT8, W8}.intersection(options.targets) else None
         writer = GraphWriter(checkpoint.model.eval(), folder)
         # All others follow fp32's, which has to be exact: what they lack is the price of their precision.
-        proofs = {FP32.precision: prover.prove(FP32, writer.write(FP32), folder)}
-        ranges = prover.ranges() if {INT8, W8}.intersection(options.targets) else None
-        for target in options.targets:
-            if target != FP32:
-                proofs[target.precision] = prover.prove(target, writer.write(target, ranges), folder)
+        written = {target: writer.write(target, ranges) for target in dict.fromkeys((FP32, *options.targets))}
+        # What was traced is as large as the model: it is kept only where more is made of it.
+        kept = None if options.shortlist is None else writer
+        del writer
+        proofs = {target.precision: prover.prove(target, unproven, folder) for target, unproven in written.items()}
         graphs = tuple(proofs[target.precision].graphs for target in options.targets)
         alignment = prover.align(folder) if options.alignment else None
         shortlist, shortlist_files = None, dict[str, bytes | Path]()
         if options.shortlist is not None:
             int8 = proofs[INT8.precision].graphs
-            shortlist, shortlist_files = prover.shorten(options.shortlist, int8, writer, ranges, folder)
+            assert kept is not None
+            shortlist, shortlist_files = prover.shorten(options.shortlist, int8, kept, ranges, folder)
         manifest = dataclasses.replace(prover.manifest(graphs), alignment=alignment, shortlist=shortlist)
         files: dict[str, bytes | Path] = {
             **{graph.file: folder / graph.file for set_ in graphs for graph in (set_.encoder, set_.decoder)},
@@ -338,7 +341,7 @@ class _Prover:
         if beam_size == 1:
             return greedy_all(model, sources, most, special)
         options = BeamOptions(beam_size=beam_size, max_new_tokens=most)
-        return [found[0] for found in beam_search_all(model, sources, options, special)]
+        return [found[0] for found in beam_search_all(model, sources, options, special, batch_rows=BEAM_ROWS)]
 
 
 def _golden_lines(cases: Sequence[GoldenCase]) -> bytes:
