@@ -35,7 +35,7 @@ class Codec:
         """A text's source tokens; None where the service would refuse it, or return it as it is."""
         try:
             source = self._source.encode(text)
-        except InvalidRequestError:
+        except InvalidRequestError:  # counted by the caller as one of those that are left out
             return None
         if list(source) != encode_source(self._checkpoint.source_tokenizer, text):
             raise ExportError(

@@ -53,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> int:
     async with open_answerer(args) as answerer:
-        # As in ``generate``: its reader may never return, and the exit closes it.
-        stdin = open(0, "rb", closefd=False)  # noqa: SIM115
+        stdin = open(0, "rb", closefd=False)  # noqa: SIM115  # its reader may never return: the exit closes it
         return await answer_lines(
             lines_of_arguments(args.pair) if args.pair else lines_of_file(stdin),
             lambda pair: _score(answerer, pair),
