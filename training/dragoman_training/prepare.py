@@ -85,11 +85,7 @@ def prepare_pairs(
     found = Survey(train(), pair_filter)
     if not found.read:
         raise DataError("the training text is empty: at least one pair is needed")
-    evaluation = {name: Survey(pairs(), PairFilter()) for name, pairs in given.items()}
-    for name, survey in evaluation.items():
-        if not len(survey.pairs):
-            counts = describe_counts(survey.dropped) or "it is empty"
-            raise DataError(f"the {name} set has no pair of two texts ({counts}): name other files, or none")
+    evaluation = survey_given(given)
     held_out = np.unique(np.concatenate([np.zeros(0, np.uint64), *(survey.sources for survey in evaluation.values())]))
     overlap = np.isin(found.sources, held_out)
     fate = np.full(len(found.pairs), TRAIN, dtype=np.uint8)
@@ -119,11 +115,26 @@ def prepare_pairs(
         raise DataError(f"none of {found.read} pairs is left to train on ({describe_counts(gone)}): {remedy}")
     with explained(folder, DataError), written_aside(folder) as aside:
         write_split(aside, train, pair_filter, fate, ["train", *split_off])
-        for name, pairs in given.items():
-            fates = np.full(len(evaluation[name].pairs), SPLITS[name], dtype=np.uint8)
-            write_split(aside, pairs, PairFilter(), fates, [name])
+        write_given(aside, given, evaluation)
         (aside / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
+
+
+def survey_given(given: Mapping[str, Pairs]) -> dict[str, Survey]:
+    """A first reading of the given dev and test sets; ``DataError`` for one without a pair."""
+    evaluation = {name: Survey(pairs(), PairFilter()) for name, pairs in given.items()}
+    for name, survey in evaluation.items():
+        if not len(survey.pairs):
+            counts = describe_counts(survey.dropped) or "it is empty"
+            raise DataError(f"the {name} set has no pair of two texts ({counts}): name other files, or none")
+    return evaluation
+
+
+def write_given(folder: Path, given: Mapping[str, Pairs], evaluation: Mapping[str, Survey]) -> None:
+    """The second reading of the given sets: their files."""
+    for name, pairs in given.items():
+        fates = np.full(len(evaluation[name].pairs), SPLITS[name], dtype=np.uint8)
+        write_split(folder, pairs, PairFilter(), fates, [name])
 
 
 def refuse_unfit(folder: Path) -> None:

@@ -80,6 +80,11 @@ class Meter:
         """For the progress bar."""
         return f"loss {self.mean_loss:.3f}, {self.tokens_per_second:,.0f} target tokens/s"
 
+    def foretell(self, steps: int) -> str:
+        """When so many steps more will be done, at the pace so far; for a line of progress."""
+        seconds = round(steps * self.step_seconds)
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
     def curves(self) -> dict[str, float]:
         """For TensorBoard."""
         return {"train/loss": self.mean_loss, "train/tokens_per_second": self.tokens_per_second}

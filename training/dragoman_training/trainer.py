@@ -46,6 +46,7 @@ from dragoman_training.workers import Workers
 LOG = logging.getLogger(__name__)
 MAX_BAD_STEPS = 10
 LOG_EVERY = 50  # steps between two points of TensorBoard's training curves
+TELL_SECONDS = 30.0  # between two lines about progress, where there is no terminal for a bar
 
 
 class Trainer:
@@ -278,7 +279,7 @@ class Trainer:
         clocks = time.monotonic() - progress.seconds, time.process_time() - progress.cpu_seconds
         quiet = not (self.group.is_main and sys.stderr.isatty())
         since_validation, since_log = Meter(), Meter()
-        told_signatures = False
+        told_signatures, told_at = False, time.monotonic()
         with (
             self.charting() as writer,
             self.workers,
@@ -312,10 +313,22 @@ class Trainer:
                         told_signatures = True
                     self.chart(writer, {f"dev/{n[4:]}": value for n, value in metrics.items() if n.startswith("dev_")})
                     self.save(metrics)
-                    since_validation = Meter()
+                    since_validation, told_at = Meter(), time.monotonic()
+                elif quiet and time.monotonic() - told_at >= TELL_SECONDS:
+                    self.say(self.standing(since_validation))
+                    told_at = time.monotonic()
             if self.stop.number is not None and progress.step > 0:
                 self.save({"step": progress.step})
         return self.stop.number
+
+    def standing(self, meter: Meter) -> str:
+        """Where the training stands between two validations; ``meter`` has measured since the last one."""
+        step, steps, every = self.progress.step, self.config.schedule.steps, self.config.loop.validate_every
+        following = min(step - step % every + every, steps)
+        return (
+            f"step {step} of {steps}: {meter.describe()}; validation at step {following} in"
+            f" {meter.foretell(following - step)}"
+        )
 
     @contextmanager
     def charting(self) -> Iterator[RunWriter | None]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -138,6 +139,33 @@ def test_without_a_terminal_each_validation_is_one_line(toy: Path, capsys: pytes
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["4", "8", "12"]
     assert all("s a step" in line for line in lines)
+
+
+def test_without_a_terminal_the_time_to_the_next_validation_is_told_now_and_then(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With step, loss and speed, a line a time, under a clock on which every step takes 25 seconds."""
+    now = 0.0
+    step = Trainer.step
+
+    def slow(trainer: Trainer, shares: Shares) -> tuple[float, int]:
+        nonlocal now
+        now += 25.0
+        return step(trainer, shares)
+
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: now, process_time=lambda: now))
+    monkeypatch.setattr(Trainer, "step", slow)
+    train(load_config("toy.toml", ["loop.validate_every=5"]), Path("run"))
+    lines = [line for line in capsys.readouterr().err.splitlines() if " of 12: " in line]
+    shape = r"run: step (\d+) of 12: loss \d\.\d{3}, [\d,]+ target tokens/s; validation at step (\d+) in ([\d:]+)"
+    told = [re.fullmatch(shape, line) for line in lines]
+    # Every second step, but where a validation has just told.
+    assert [match and match.groups() for match in told] == [
+        ("2", "5", "0:01:15"),
+        ("4", "5", "0:00:25"),
+        ("7", "10", "0:01:15"),
+        ("9", "10", "0:00:25"),
+    ]
 
 
 def test_on_a_terminal_a_bar_tells_loss_speed_rate_and_time_left(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
