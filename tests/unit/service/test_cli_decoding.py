@@ -10,7 +10,7 @@ import pytest
 from dragoman.cli import generate
 from dragoman.cli.decoding import decoding_options
 from dragoman.errors import ConfigError, InvalidRequestError
-from dragoman.types import DecodingOptions
+from dragoman.types import DecodingOptions, UnknownWords
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -34,8 +34,8 @@ def test_nothing_given_is_the_default():
             DecodingOptions(max_new_tokens=9, min_new_tokens=2, max_length_ratio=1.5, no_repeat_ngram_size=3),
         ),
         (
-            "--beam-size 5 --patience 2 --length-penalty 0.6 --num-hypotheses 3",
-            DecodingOptions(beam_size=5, patience=2.0, length_penalty=0.6, num_hypotheses=3),
+            "--beam-size 5 --patience 2 --length-penalty 0.6 --coverage-penalty 0.2 --num-hypotheses 3",
+            DecodingOptions(beam_size=5, patience=2.0, length_penalty=0.6, coverage_penalty=0.2, num_hypotheses=3),
         ),
         (
             "--temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --seed 18446744073709551615",
@@ -61,11 +61,18 @@ def test_nothing_given_is_the_default():
             ),
         ),
         ("--return-alternatives --num-hypotheses 4", DecodingOptions(return_alternatives=True, num_hypotheses=4)),
+        ("--unknown-words copy", DecodingOptions(unknown_words=UnknownWords.COPY)),
     ],
 )
 def test_each_flag_sets_its_option(line, expected):
     """Those that may be given several times add up."""
     assert decoding_options(parse(*(word.replace("_", " ") for word in line.split()))) == expected
+
+
+@pytest.mark.parametrize("policy", UnknownWords)
+def test_every_policy_for_unknown_words_has_its_name(policy):
+    """That of the service."""
+    assert decoding_options(parse("--unknown-words", policy)).unknown_words is policy
 
 
 def test_options_that_contradict_each_other_are_refused_before_any_model():

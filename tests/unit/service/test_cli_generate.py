@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dragoman.alignment import AlignmentPoint
 from dragoman.answer import TextHypothesis, TextResult, TextSegment, TextUpdate
+from dragoman.cli import lines as cli_lines
 from dragoman.cli.generate import add_arguments, print_stream, run
 from dragoman.cli.lines import answer_lines, lines_of_arguments, lines_of_file, with_alignment
 from dragoman.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
@@ -43,6 +44,51 @@ async def answer(data: bytes, *, stop: bool = True, as_json: bool = False, gener
     show = None if as_json else text_of
     status = await answer_lines(lines_of_file(io.BytesIO(data)), generate, out, show=show, stop=stop)
     return status, out.getvalue()
+
+
+async def test_ten_thousand_lines_of_any_kind_come_back_one_for_one(capsys):
+    """Every kind of blank and separator, bad bytes and refused lines among them: as many lines, at their places."""
+    kinds = [
+        "abc\n",
+        "\n",
+        "x y\r\n",
+        " \t\n",
+        "a\rb\n",
+        "\r\r\n",
+        "\x85\n",
+        "a\u2028b\r\n",
+        "\x0c\n",
+        "12\n",
+        "é\x0c\x1cz\n",
+    ]
+    lines = [kinds[i % len(kinds)] for i in range(10_000)]
+    status, out = await answer("".join(lines).encode() + b"\xff", stop=False)
+    expected = [line if not line.strip().isdigit() else "\n" for line in lines]
+    assert (status, out.decode()) == (1, "".join(expected).upper())
+    assert len(capsys.readouterr().err.splitlines()) == lines.count("12\n") + 1
+
+
+async def test_a_line_end_inside_an_answer_is_a_blank_but_to_a_text_of_several_lines():
+    """One line in, one line out, whatever a model makes up; JSON shows it as it is."""
+
+    async def talkative(text: str) -> TextResult:
+        return result(f"{text}\n\n!")
+
+    assert await answer(b"a\nb\r\nc", generate=talkative) == (0, b"a  !\nb  !\r\nc  !")
+    _, out = await answer(b"a\n", generate=talkative, as_json=True)
+    assert json.loads(out)["text"] == "a\n\n!"
+    written = io.BytesIO()
+    await answer_lines(lines_of_arguments(["a\nb"]), talkative, written, show=text_of, stop=True)
+    assert written.getvalue() == b"a\nb\n\n!\n"
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+async def test_a_line_without_an_end_takes_no_more_memory_than_a_long_one(monkeypatch, capsys, end):
+    """It is refused, and what comes behind it is answered."""
+    monkeypatch.setattr(cli_lines, "_MAX_LINE_BYTES", 10)
+    assert await answer(b"a" * 9 + b"\n" + b"b" * 35 + end, stop=False) == (1, b"A" * 9 + b"\n" + end)
+    assert capsys.readouterr().err == "dragoman generate: line 2: the line has more than 10 bytes: split it\n"
+    assert await answer(b"b" * 20 + b"\nc" + end, stop=False) == (1, b"\nC" + end)
 
 
 @pytest.mark.parametrize(

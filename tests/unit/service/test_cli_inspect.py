@@ -1,6 +1,7 @@
 """``dragoman inspect``: what a bundle says of itself, and whether it holds."""
 
 import argparse
+import dataclasses
 import json
 import re
 import shutil
@@ -79,17 +80,46 @@ def test_json_is_the_manifest_and_what_was_checked(inspect, bundle):
     status, out, _ = inspect(bundle, "--json")
     data = json.loads(out)
     assert status == 0
-    assert (data.pop("problems"), data.pop("hashed"), data.pop("replayed")) == ([], False, [])
+    assert (data.pop("problems"), data.pop("hashed")) == ([], False)
+    assert (data.pop("replayed"), data.pop("not_replayed")) == ([], {})
     assert data == json.loads((bundle / MANIFEST_NAME).read_text())
 
 
 def test_verify_replays_the_golden_set(inspect, bundle):
-    """And says so."""
+    """And runs the alignment graph; both are said."""
     status, out, _ = inspect(bundle, "--verify")
     assert status == 0
-    assert out.endswith("verified: every file's SHA-256; golden sets reproduced: cpu/int8\n")
+    assert out.endswith("verified: every file's SHA-256; reproduced here: cpu/int8, the alignment graph\n")
     _, out, _ = inspect(bundle, "--verify", "--json")
-    assert json.loads(out)["replayed"] == ["cpu/int8"]
+    assert json.loads(out)["replayed"] == ["cpu/int8", "the alignment graph"]
+
+
+def test_verify_says_what_it_left_out(inspect, bundle, tmp_path):
+    """Graphs for a GPU, and, where there are no others, the alignment graph: each with the reason."""
+    whole = ModelBundle.load(bundle)
+    (graphs,) = whole.manifest.graphs
+    manifest = dataclasses.replace(
+        whole.manifest, graphs=(dataclasses.replace(graphs, provider="cuda", precision="fp16"),)
+    )
+    save_bundle(manifest, {file: whole.read(file) for file in whole.manifest.files}, tmp_path / "other")
+    status, out, _ = inspect(tmp_path / "other", "--verify")
+    assert status == 0
+    assert "reproduced here: nothing\n" in out
+    assert "not replayed: cuda/fp16: its graphs are for a GPU" in out
+    assert "not replayed: the alignment graph: there are no graphs for the CPU to run it with" in out
+    _, out, _ = inspect(tmp_path / "other", "--verify", "--json")
+    assert json.loads(out)["not_replayed"].keys() == {"cuda/fp16", "the alignment graph"}
+
+
+def test_kinds_of_nodes_that_must_not_be_there_take_one_line(inspect):
+    """Of each graph; all of them are in the JSON."""
+    _, out, _ = inspect(DEFAULT_MODEL)
+    lines = [line.strip() for line in out.splitlines() if line.strip().startswith("none of")]
+    manifest = ModelBundle.load(embedded_bundle(DEFAULT_MODEL)).manifest
+    kinds = manifest.graphs[0].encoder.required_nodes
+    number = sum(len(kind.split("+")) for kind, required in kinds.items() if not required)
+    assert lines[0].startswith(f"none of {number} others: attention unfused") and len(lines[0]) < 120
+    assert len(lines) == 3  # encoder, decoder, alignment
 
 
 def test_a_flipped_byte_is_found_by_verify(inspect, bundle):
@@ -159,8 +189,8 @@ def test_what_is_no_bundle_of_this_version_is_refused(inspect, bundle, tmp_path)
     with pytest.raises(BundleError, match=r"nowhere is no bundle"):
         inspect(tmp_path / "nowhere")
     text = (bundle / MANIFEST_NAME).read_text()
-    (bundle / MANIFEST_NAME).write_text(text.replace('"format_version": 3', '"format_version": 4'))
-    with pytest.raises(BundleError, match=r"format_version 4; this version of dragoman reads 3"):
+    (bundle / MANIFEST_NAME).write_text(text.replace('"format_version": 4', '"format_version": 5'))
+    with pytest.raises(BundleError, match=r"format_version 5; this version of dragoman reads 4"):
         inspect(bundle)
     (bundle / MANIFEST_NAME).write_text(text.replace('"eos": 2', '"eos": 3'))
     with pytest.raises(BundleError, match="altered after the export"):

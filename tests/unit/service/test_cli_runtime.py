@@ -7,10 +7,11 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import onnxruntime as ort
 import pytest
 
 from dragoman.cli import generate, runtime, serve
-from dragoman.config import EngineConfig, ServerConfig
+from dragoman.config import DeviceConfig, EngineConfig, ServerConfig
 from dragoman.errors import ConfigError
 
 
@@ -58,12 +59,14 @@ def test_options_become_settings_and_their_defaults_are_the_settings_own():
     args = parse(serve, "--port", "0", "--host", "::1", "--slots", "3", "--drain-seconds", "0.5")
     assert runtime.settings(ServerConfig, args) == ServerConfig(host="::1", port=0, drain_seconds=0.5)
     assert runtime.settings(EngineConfig, args) == EngineConfig(num_slots=3)
+    args = parse(generate, "--provider", "cuda", "--device", "1", "--gpu-mem-limit", "5000", "--no-cuda-graphs")
+    assert runtime.settings(DeviceConfig, args) == DeviceConfig(1, 5000, cuda_graphs=False)
 
 
 def test_every_setting_has_a_flag():
     """Nothing can be set in code alone."""
     args = parse(serve)
-    for config in (ServerConfig, EngineConfig):
+    for config in (ServerConfig, EngineConfig, DeviceConfig):
         for name in config.__dataclass_fields__:
             assert hasattr(args, name), name
 
@@ -76,11 +79,49 @@ def test_a_bad_setting_is_refused_with_its_limit():
         serve.run(parse(serve, "--slots", "0"))
 
 
+@pytest.mark.parametrize("flag", ["--device=1", "--gpu-mem-limit=5000", "--no-cuda-graphs"])
+def test_settings_of_a_gpu_are_refused_on_the_cpu(flag):
+    """They would have no effect there."""
+    for command in (serve, generate):
+        with pytest.raises(ConfigError, match=rf"{flag.partition('=')[0]} was given without --provider cuda"):
+            command.run(parse(command, flag))
+        runtime.check_device_flags(parse(command, flag, "--provider", "cuda-dry"))
+
+
+@pytest.mark.parametrize("arguments", [("--provider", "cuda"), ("--device", "1")])
+def test_a_server_chooses_what_it_runs_on(arguments):
+    """Where its graphs run is not its clients' business."""
+    with pytest.raises(ConfigError, match="and --target were both given"):
+        generate.run(parse(generate, "--target", "h:1", *arguments, "a"))
+
+
+@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this ONNX Runtime has CUDA")
+def test_cuda_is_refused_where_the_onnx_runtime_has_none():
+    """Before the bundle's files are read, with what to do: nothing is served from the CPU instead."""
+    for command in (serve, generate):
+        with pytest.raises(ConfigError, match=r"pip uninstall onnxruntime, and install onnxruntime-gpu; .*\.\[gpu\]"):
+            command.run(parse(command, "--provider", "cuda"))
+
+
 def test_a_bundle_and_a_model_together_are_refused(tmp_path):
     """One of them would be ignored."""
     with pytest.raises(ConfigError, match="choose one"):
         runtime.bundle_path(tmp_path, "g2p-en")
     assert runtime.bundle_path(tmp_path, None) == tmp_path
+
+
+def test_what_is_served_is_what_was_named_or_every_embedded_model_with_the_default_first(tmp_path, monkeypatch):
+    """Several bundles side by side; one of the embedded ones alone by its name."""
+    bundles = [tmp_path / name for name in ("b", "a")]
+    assert runtime.served_paths(bundles, None) == bundles
+    assert runtime.served_paths(bundles[:1], None) == bundles[:1]
+    assert [path.name for path in runtime.served_paths([], "g2p-en")] == ["g2p-en"]
+    for some in (bundles, bundles[:1]):
+        with pytest.raises(ConfigError, match="choose one"):
+            runtime.served_paths(some, "g2p-en")
+    monkeypatch.setattr(runtime, "embedded_models", lambda: ["aaa", runtime.DEFAULT_MODEL, "zzz"])
+    monkeypatch.setattr(runtime, "embedded_bundle", Path)
+    assert runtime.served_paths([], None) == [Path(runtime.DEFAULT_MODEL), Path("aaa"), Path("zzz")]
 
 
 def test_an_unknown_embedded_model_is_refused_with_those_there_are():
