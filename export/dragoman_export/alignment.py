@@ -16,22 +16,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx
 import torch
 from torch import Tensor, nn
 
-from dragoman.bundle import Alignment
+from dragoman.bundle import Alignment, Graph
 from dragoman.engine.aligner import OrtForcedPass
+from dragoman.engine.runner import open_graph
 from dragoman.types import FloatArray
 from dragoman.vocabulary import Vocabulary
 from dragoman_export.alignment_graph import AlignmentGraph, attention_weights
+from dragoman_export.counts import FLOAT_PRODUCTS, INTEGER_PRODUCTS, Products
 from dragoman_export.errors import ExportError
-from dragoman_export.targets import FP32
+from dragoman_export.quantize import Range, to_int8
+from dragoman_export.targets import FP32, INT8, Target, Tolerance
 from dragoman_export.trace import checked, trace
+from dragoman_export.weights import SharedWeights
 from dragoman_training.attention import split_heads
 from dragoman_training.data import pad
 from dragoman_training.model import Transformer
@@ -39,8 +44,7 @@ from dragoman_training.tokenizer import SpecialIds
 
 MAX_EXAMPLES = 300  # evenly taken from those given
 MIN_COPIED = 50  # fewer copied tokens than this say too little about a head
-PARITY_EXAMPLES = 32
-TOLERANCE = 1e-3  # of a weight: far above rounding, far below any change of a layer or a head
+PARITY_EXAMPLES = 64
 BATCH = 16
 
 
@@ -68,6 +72,20 @@ class Choice:
         layer = attention[self.layer, :, self.shift : self.shift + attention.shape[2] - 1]  # (heads, T, S)
         chosen: FloatArray = layer.mean(axis=0) if self.head is None else layer[self.head]
         return chosen
+
+    def alignment(self, graph: Graph) -> Alignment:
+        """What the manifest says of it, with nothing measured yet."""
+        return Alignment(
+            graph,
+            self.layer,
+            self.head,
+            self.shift,
+            self.basis,
+            self.score,
+            self.num_tokens,
+            max_weight_difference=0.0,
+            agreement=1.0,
+        )
 
 
 class Scores:
@@ -183,11 +201,16 @@ def write_alignment(
     source: Vocabulary,
     target: Vocabulary,
     folder: Path,
+    encoders: Mapping[Target, Graph],
+    ranges: Mapping[str, Range] | None = None,
+    weights: SharedWeights | None = None,
 ) -> Alignment:
-    """Choose, trace, check and compare; the graph's file is left in ``folder``.
+    """Choose, trace, check and compare; the graphs' files are left in ``folder``.
 
-    The examples are dev sources and the model's own answers. Raises ExportError where no answer has a token, the
-    graph's nodes are not those that the model's shape requires, or its weights are not PyTorch's.
+    The examples are dev sources and the model's own answers. ``encoders`` are the encoder graphs in ``folder``: that of
+    FP32, whose alignment graph has to be exact, then perhaps that of INT8, whose own is returned. ``ranges`` are those
+    that it was written with, ``weights`` what it shares its constants with. Raises ExportError where no answer has a
+    token, a graph's nodes are not those that the model's shape requires, or its weights are not PyTorch's.
     """
     usable = [example for example in examples if example.answer and len(example.source) > 1]
     if not usable:
@@ -197,36 +220,78 @@ def write_alignment(
     stride = -(-len(usable) // MAX_EXAMPLES)
     chosen = sorted(usable[::stride], key=lambda example: len(example.source))  # little padding in a batch
     choice = choose(model, chosen, special, source, target)
-    module = AlignmentGraph(model, choice.layer, choice.head)
-    file = FP32.file("alignment", "onnx")
-    traced = checked(file, trace(module, file), module.required_nodes())
-    (folder / file).write_bytes(traced.content)
-    alignment = Alignment(
-        traced.declaration,
-        choice.layer,
-        choice.head,
-        choice.shift,
-        choice.basis,
-        choice.score,
-        choice.num_tokens,
-        max_weight_difference=0.0,
-    )
-    forced_pass = OrtForcedPass(alignment, special.decoder_start, lambda _: traced.content)
     compared = [*chosen[:: -(-len(chosen) // PARITY_EXAMPLES)], chosen[-1]]  # the shortest and the longest among them
-    return dataclasses.replace(alignment, max_weight_difference=compare(model, forced_pass, choice, compared, special))
+    module = AlignmentGraph(model, choice.layer, choice.head)
+    traced = trace(module, FP32.file("alignment", "onnx"))
+    for precision, encoder in encoders.items():
+        graph = _write(module, traced, precision, folder, ranges, weights)
+        alignment = choice.alignment(graph)
+        session = open_graph(encoder, folder.joinpath, num_threads=1)
+        forced_pass = OrtForcedPass(alignment, session, special.decoder_start, folder.joinpath)
+        found = compare(model, forced_pass, choice, compared, special, precision.tolerance)
+    return dataclasses.replace(alignment, max_weight_difference=found.max_difference, agreement=found.agreement)
+
+
+def _write(
+    module: AlignmentGraph,
+    traced: onnx.ModelProto,
+    precision: Target,
+    folder: Path,
+    ranges: Mapping[str, Range] | None,
+    weights: SharedWeights | None,
+) -> Graph:
+    """The graph of one precision, checked."""
+    file, products = precision.file("alignment", "onnx"), Products(FLOAT_PRODUCTS)
+    if precision == INT8:
+        traced, products = to_int8(traced, ranges), Products(INTEGER_PRODUCTS, by_row=ranges is None)
+    graph = checked(file, traced, module.required_nodes(products), folder)
+    return weights.take(graph) if weights is not None and precision == INT8 else graph
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the comparison of a graph with PyTorch found.
+
+    ``agreement`` is the share of target tokens of which both look at the same source token most.
+    """
+
+    max_difference: float  # of a weight
+    agreement: float
 
 
 def compare(
-    model: Transformer, forced_pass: OrtForcedPass, choice: Choice, examples: Sequence[Example], special: SpecialIds
-) -> float:
-    """The largest difference of a weight from PyTorch's. Raises ExportError beyond TOLERANCE, NaN included."""
-    largest = 0.0
+    model: Transformer,
+    forced_pass: OrtForcedPass,
+    choice: Choice,
+    examples: Sequence[Example],
+    special: SpecialIds,
+    tolerance: Tolerance,
+) -> Comparison:
+    """How far the weights, and those of coverage, are from PyTorch's.
+
+    Raises ExportError, NaN included, where one differs by more than ``tolerance.logits`` allows of the logits that it
+    comes from, or all by more than ``tolerance.relative`` of their size.
+    """
+    largest = wrong = size = 0.0
+    agreed = number = 0
     for example, attention in zip(examples, cross_attentions(model, examples, special), strict=True):
-        difference = np.abs(forced_pass(example.source, example.answer) - choice.weights(attention)).max()
-        largest = float(np.maximum(largest, difference))
-        if not largest <= TOLERANCE:
+        weights, expected = forced_pass(example.source, example.answer), choice.weights(attention)
+        coverage = forced_pass.coverage(example.source, example.answer)
+        for actual, right in ((weights, expected), (coverage, attention[-1].mean(axis=0))):
+            difference = actual - right
+            largest = float(np.maximum(largest, np.abs(difference).max()))
+            wrong, size = wrong + float((difference**2).sum()), size + float((right**2).sum())
+        if not largest <= tolerance.logits:
             raise ExportError(
                 f"alignment weights differ from PyTorch's by {largest:.3g} on a source of {len(example.source)} "
-                f"tokens; at most {TOLERANCE} is rounding: the graph does not compute what the model does"
+                f"tokens; at most {tolerance.logits} is rounding: the graph does not compute what the model does"
             )
-    return largest
+        agreed += int((weights.argmax(axis=1) == expected.argmax(axis=1)).sum())
+        number += len(weights)
+    relative = (wrong / size) ** 0.5
+    if not relative <= tolerance.relative:
+        raise ExportError(
+            f"alignment weights differ from PyTorch's by {relative:.3g} of their size; at most {tolerance.relative} is "
+            "allowed: the graph does not compute what the model does, or its values spread too far for this precision"
+        )
+    return Comparison(largest, agreed / number)

@@ -1,4 +1,4 @@
-"""The alignment graph: encoder, and decoder up to the cross-attention of one layer, over a known target at once."""
+"""The alignment graph: the decoder up to the last layer's cross-attention, over a known target at once."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from dragoman_export.counts import (
     GROUP_ATTENTION,
     NEVER_ON_CPU,
     SELF_ATTENTION,
+    Products,
 )
 from dragoman_export.fused import FusedAttention
 from dragoman_export.graphs import Signature
 from dragoman_training.attention import length_mask, split_heads
-from dragoman_training.model import Transformer
+from dragoman_training.model import KeyValue, Transformer
 
 
 class AlignmentGraph(nn.Module):
-    """source (B, S) int64, source_lengths (B,) int32, target (B, T) int64 -> weights (B, T, S).
+    """target (B, T) int64, source_lengths (B,) int32, cross_key_i, cross_value_i -> weights, coverage (B, T, S).
 
-    ``target`` is what the decoder reads: its start token, then the answer. The weights are those of one head of one
-    decoder layer, or without a head the mean of all; the layers above have no part in the graph.
+    ``target`` is what the decoder reads: its start token, then the answer. Keys and values (B, H, S, Dh) are the
+    encoder graph's outputs, layer by layer, all but the last values. ``weights`` are those of one head of one decoder
+    layer, or without a head the mean of all; ``coverage`` is the mean of the last layer's heads.
     """
 
     def __init__(self, model: Transformer, layer: int, head: int | None) -> None:
@@ -34,56 +36,81 @@ class AlignmentGraph(nn.Module):
         self.layer = layer
         self.head = head
 
-    def forward(self, source: Tensor, source_lengths: Tensor, target: Tensor) -> Tensor:
+    def forward(self, target: Tensor, source_lengths: Tensor, cross: list[Tensor]) -> tuple[Tensor, Tensor]:
         model, heads = self.model, self.model.config.num_heads
-        model.use_attention(FusedAttention())
-        memory = model.encode(source, source_lengths)  # (B, S, D)
-        *below, last = list(model.decoder_layers())[: self.layer + 1]
+        keys, values = cross[0::2], cross[1::2]
+        watched = WatchedAttention()
+        model.use_attention(watched)
+        *below, last = list(model.decoder_layers())
         x = model.embed(model.target_embedding, target, torch.arange(target.shape[1]))  # (B, T, D)
-        for layer in below:
-            x = layer(x, layer.cross_attention.keys_values(memory), source_lengths)
+        for layer, key, value in zip(below, keys[:-1], values, strict=True):
+            x = layer(x, KeyValue(key, value), source_lengths)
         x = last.self_residual.after(x, last.self_attention.causal(last.self_residual.before(x)))
-        query = split_heads(last.cross_attention.query(last.cross_residual.before(x)), heads)  # (B, H, T, Dh)
-        key = split_heads(last.cross_attention.key(memory), heads)  # (B, H, S, Dh)
-        if self.head is not None:
-            chosen = slice(self.head, self.head + 1)
-            query, key = query[:, chosen], key[:, chosen]
-        return attention_weights(query, key, source_lengths).mean(dim=1)
+        queries = [*watched.queries, last.cross_attention.query(last.cross_residual.before(x))]  # each (B, T, D)
+        attention = {
+            layer: attention_weights(split_heads(queries[layer], heads), keys[layer], source_lengths)
+            for layer in sorted({self.layer, len(below)})
+        }  # each (B, H, T, S)
+        chosen = slice(None) if self.head is None else slice(self.head, self.head + 1)
+        return attention[self.layer][:, chosen].mean(dim=1), attention[len(below)].mean(dim=1)
 
     def signature(self) -> Signature:
+        config = self.model.config
         batch, source_length, target_length = 3, 5, 7
+        parts = [(part, layer) for layer in range(config.decoder_layers) for part in ("key", "value")]
+        cross = [f"cross_{part}_{layer}" for part, layer in parts[:-1]]
         return Signature(
             examples={
-                "source": torch.zeros(batch, source_length, dtype=torch.int64),
-                "source_lengths": torch.full((batch,), source_length, dtype=torch.int32),
                 "target": torch.zeros(batch, target_length, dtype=torch.int64),
+                "source_lengths": torch.full((batch,), source_length, dtype=torch.int32),
+                **{name: torch.zeros(batch, config.num_heads, source_length, config.head_dim) for name in cross},
             },
-            inputs={"source": ("B", "S"), "source_lengths": ("B",), "target": ("B", "T")},
-            outputs={"weights": ("B", "T", "S")},
+            inputs={
+                "target": ("B", "T"),
+                "source_lengths": ("B",),
+                **dict.fromkeys(cross, ("B", config.num_heads, "S", config.head_dim)),
+            },
+            outputs=dict.fromkeys(("weights", "coverage"), ("B", "T", "S")),
         )
 
     def arguments(self, values: dict[str, Any]) -> list[Any]:
         """A value for each input name, as ``forward`` takes them."""
-        return list(values.values())
+        target, source_lengths, *cross = values.values()
+        return [target, source_lengths, cross]
 
-    def required_nodes(self) -> dict[str, int]:
-        """How many of each node the model's shape requires: one Softmax, whose result is the graph's.
+    def required_nodes(self, products: Products) -> dict[str, int]:
+        """How many of each node the model's shape requires: a Softmax for each layer whose attention is a result.
 
-        A layer below the last has four projections of self-attention, four of cross-attention and two of the
-        feed-forward; the last has four, and queries and keys, whose product is one more.
+        A layer below the last has four projections of self-attention, two of cross-attention (the others are the
+        encoder graph's) and two of the feed-forward; the last has four, and queries, whose product with the keys stays
+        one of floats, as does that of the chosen layer.
         """
         config = self.model.config
-        encoder, below = config.encoder_layers, self.layer
+        below = config.decoder_layers - 1
+        seen = len({self.layer, below})
+        linear = products.nodes(8 * below + 5, inputs=6 * below + 3)
         return {
             **NEVER_ON_CPU,
-            ENCODER_ATTENTION: encoder,
             GROUP_ATTENTION: below + 1,  # causal, over the target
             "MultiHeadAttention": below,  # over the source
-            f"{SELF_ATTENTION}+{CROSS_ATTENTION}": 0,
-            "Softmax": 1,
-            "LayerNormalization": 2 * encoder + 3 * below + (3 if config.norm_first else 1),
-            FLOAT_PRODUCTS: 6 * encoder + 10 * below + 7,
+            f"{SELF_ATTENTION}+{CROSS_ATTENTION}+{ENCODER_ATTENTION}": 0,
+            "Softmax": seen,
+            "LayerNormalization": 3 * below + (2 if config.norm_first else 1),
+            **linear,
+            FLOAT_PRODUCTS: linear[FLOAT_PRODUCTS] + seen,
         }
+
+
+class WatchedAttention(FusedAttention):
+    """Keeps the queries of each cross-attention, in the order of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries: list[Tensor] = []  # each (B, T, D)
+
+    def cross(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, lengths: Tensor) -> Tensor:
+        self.queries.append(q)
+        return super().cross(q, k, v, num_heads, lengths)
 
 
 def attention_weights(query: Tensor, key: Tensor, lengths: Tensor) -> Tensor:

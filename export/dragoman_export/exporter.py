@@ -1,11 +1,10 @@
-"""Checkpoint to bundle: load -> trace -> quantise -> verify -> save. Nothing is written unless all checks pass."""
+"""Checkpoint to bundle: encode -> trace -> quantise -> verify -> save. Nothing is written unless all checks pass."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,24 +14,30 @@ import torch
 from dragoman.bundle import (
     Alignment,
     GoldenCase,
+    Graph,
     GraphSet,
     Manifest,
     ModelBundle,
     Shortlist,
     check_free,
+    check_label,
     save_bundle,
 )
+from dragoman.engine.candidates import Candidates
 from dragoman.engine.kv import kv_cache_bytes
+from dragoman.engine.projection import Projection
 from dragoman.engine.runner import OrtModel, OrtRunner
 from dragoman.served_model import token_rules
+from dragoman.work_folder import work_folder
 from dragoman_export.alignment import Example, write_alignment
 from dragoman_export.calibrate import calibrate
 from dragoman_export.codec import Codec, Encoded
 from dragoman_export.errors import ExportError
-from dragoman_export.graph_sets import GraphWriter
+from dragoman_export.graph_sets import WrittenGraphs, write_graphs
 from dragoman_export.half import check_range
+from dragoman_export.layers import compare_layers
 from dragoman_export.manifest import describe
-from dragoman_export.quality import TestSet, compare, compare_shortlist, figures
+from dragoman_export.quality import TestSet, check_measures, compare, compare_shortlist, figures
 from dragoman_export.quantize import Range
 from dragoman_export.shortlist import ShortlistOptions, find_candidates, to_bytes
 from dragoman_export.targets import FP16, FP32, INT8, W8, Target
@@ -45,6 +50,7 @@ from dragoman_export.verify import (
     check_shortlist,
     generate,
     golden_set,
+    spread,
     verify,
 )
 from dragoman_training.beam import BeamOptions, beam_search_all
@@ -54,6 +60,7 @@ from dragoman_training.decode import Hypothesis, greedy_all
 VERIFY_SLOTS = 32
 VERIFY_KV_CACHE_BYTES = 1 << 30  # a model that needs more is compared on fewer slots
 NUM_GENERATED = 64
+LAYER_ROWS = 8  # of which every layer is compared
 BEAM_ROWS = 64  # that PyTorch decodes together: their caches are as large as a model's weights soon
 
 
@@ -80,6 +87,8 @@ class ExportOptions:
     shortlist: ShortlistOptions | None = None
 
     def __post_init__(self) -> None:
+        check_label("the model's name", self.name)
+        check_label("the model's version", self.version)
         if self.alignment and self.sources is None:
             raise ExportError("alignment is chosen by the model's answers to real sources: give --sources")
         if self.shortlist is not None and INT8 not in self.targets:
@@ -104,45 +113,50 @@ class ExportResult:
     num_skipped_sources: int  # blank, over the limit, or with characters that the model does not know
 
 
-def export(checkpoint: LoadedCheckpoint, options: ExportOptions, out: Path, *, overwrite: bool = False) -> ExportResult:
+def export(
+    checkpoint: LoadedCheckpoint,
+    options: ExportOptions,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+) -> ExportResult:
     """Make a bundle. Sources that the model would refuse are left out and counted.
 
     The same checkpoint and options give the same bundle, byte for byte, but for ``created`` and the manifest's
-    checksum. Raises ExportError when a check fails, BundleError when ``out`` exists (with ``overwrite``: and is no
-    bundle).
+    checksum. ``tell`` hears what is being done. Graphs lie in a folder beside ``out`` until the bundle is whole.
+
+    Raises ExportError when a check fails, BundleError when ``out`` exists (with ``overwrite``: and is no bundle).
     """
     check_free(out, overwrite=overwrite)
-    prover = _Prover(checkpoint, options)
-    if FP16 in options.targets:
-        prover.check_range()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with work_folder(out.resolve()) as folder:  # at once: it may turn out that nothing can be written there
+        prover = _Prover(checkpoint, options, tell)
+        if FP16 in options.targets:
+            prover.check_range()
         ranges = prover.ranges() if {INT8, W8}.intersection(options.targets) else None
-        writer = GraphWriter(checkpoint.model.eval(), folder)
         # All others follow fp32's, which has to be exact: what they lack is the price of their precision.
-        written = {target: writer.write(target, ranges) for target in dict.fromkeys((FP32, *options.targets))}
-        # What was traced is as large as the model: it is kept only where more is made of it.
-        kept = None if options.shortlist is None else writer
-        del writer
-        proofs = {target.precision: prover.prove(target, unproven, folder) for target, unproven in written.items()}
+        targets = tuple(dict.fromkeys((FP32, *options.targets)))
+        written = write_graphs(
+            checkpoint.model.eval(), targets, ranges, folder, shortlist=options.shortlist is not None, tell=tell
+        )
+        proofs = {target.precision: prover.prove(target, written.sets[target], folder) for target in targets}
         graphs = tuple(proofs[target.precision].graphs for target in options.targets)
-        alignment = prover.align(folder) if options.alignment else None
+        alignment = prover.align(folder, written, ranges) if options.alignment else None
         shortlist, shortlist_files = None, dict[str, bytes | Path]()
-        if options.shortlist is not None:
-            int8 = proofs[INT8.precision].graphs
-            assert kept is not None
-            shortlist, shortlist_files = prover.shorten(options.shortlist, int8, kept, ranges, folder)
+        if written.shortlist is not None:
+            shortlist, shortlist_files = prover.shorten(*written.shortlist, proofs[INT8.precision].graphs, folder)
         manifest = dataclasses.replace(prover.manifest(graphs), alignment=alignment, shortlist=shortlist)
         files: dict[str, bytes | Path] = {
-            **{graph.file: folder / graph.file for set_ in graphs for graph in (set_.encoder, set_.decoder)},
+            **{file: folder / file for set_ in graphs for graph in set_.all_graphs() for file in graph.files},
             **{file: checkpoint.folder / file for file in checkpoint.tokenizer_files.values()},
             **{proofs[t.precision].graphs.golden: _golden_lines(proofs[t.precision].golden) for t in options.targets},
             **shortlist_files,
         }
         if alignment is not None:
-            files[alignment.graph.file] = folder / alignment.graph.file
+            files |= {file: folder / file for file in alignment.graph.files}
         if options.notice is not None:
             files["NOTICE"] = options.notice
+        tell(f"saving {len(files) + 1} files")
         bundle = save_bundle(manifest, files, out, overwrite=overwrite)
     return ExportResult(bundle, proofs, prover.num_skipped)
 
@@ -164,26 +178,49 @@ def verify_room(manifest: Manifest, element_bytes: int) -> tuple[int, int]:
 class _Prover:
     """Compares graph sets with PyTorch, whose own answers it finds once."""
 
-    def __init__(self, checkpoint: LoadedCheckpoint, options: ExportOptions) -> None:
-        self._checkpoint, self._options = checkpoint, options
+    def __init__(self, checkpoint: LoadedCheckpoint, options: ExportOptions, tell: Callable[[str], None]) -> None:
+        """Whatever can be wrong with the files that were given is found here, the quickest first."""
+        self._checkpoint, self._options, self._tell = checkpoint, options, tell
         self._codec = Codec(checkpoint)
+        self._manifest = describe(
+            checkpoint, self._codec.vocabularies, (), options.name, options.version, options.quality
+        )
         self._encoded = self._accepted(options.sources, "--sources")
         self.num_skipped = 0 if options.sources is None else len(options.sources) - len(self._encoded)
+        self._test = self._accepted(options.test.sources, "--test") if options.test is not None else []
+        self._calibration = self._encoded
+        if options.calibration is not None:
+            self._calibration = self._accepted(options.calibration, "--calibration")
+        self._candidates: Candidates | None = None
+        if options.shortlist is not None:
+            tell("learning the shortlist")
+            vocabularies = self._codec.vocabularies
+            self._candidates = find_candidates(
+                options.shortlist, checkpoint, vocabularies["source"], vocabularies["target"]
+            )
+        self._test_figures: dict[str, float] = {}
+        if self._test:
+            tell(f"PyTorch answers {len(self._test):,} lines of the test set")
+            self._test_figures = self._figures([answer.tokens for answer in self._answers(self._test)])
+            check_measures(self._test_figures)
+        places = beam_places(len(self._encoded))
+        tell(f"PyTorch answers {len(self._encoded):,} sources, {len(places):,} of them by a beam of {BEAM_SIZE} too")
         greedy = self._answers(self._encoded)
-        places = beam_places(len(greedy))
         found = self._answers([self._encoded[i] for i in places], BEAM_SIZE)
         self._references = References(greedy, dict(zip(places, found, strict=True)))
-        self._test = self._accepted(options.test.sources, "--test") if options.test is not None else []
-        self._test_figures: dict[str, float] | None = None
 
     def manifest(self, graphs: tuple[GraphSet, ...]) -> Manifest:
-        options = self._options
-        return describe(
-            self._checkpoint, self._codec.vocabularies, graphs, options.name, options.version, options.quality
-        )
+        return dataclasses.replace(self._manifest, graphs=graphs)
 
-    def align(self, folder: Path) -> Alignment:
-        """The alignment graph, chosen on PyTorch's answers and compared with PyTorch. Raises ExportError."""
+    def align(self, folder: Path, written: WrittenGraphs, ranges: Mapping[str, Range] | None) -> Alignment:
+        """The alignment graph, chosen on PyTorch's answers and compared with PyTorch. Raises ExportError.
+
+        It is in 8 bits where others of those ``written`` are.
+        """
+        self._tell("alignment: choosing a layer, and tracing it")
+        encoders = {FP32: written.sets[FP32].encoder}
+        if eight := [written.sets[target].encoder for target in (INT8, W8) if target in written.sets]:
+            encoders[INT8] = eight[0]
         return write_alignment(
             self._checkpoint.model,
             [
@@ -194,6 +231,9 @@ class _Prover:
             self._codec.vocabularies["source"],
             self._codec.vocabularies["target"],
             folder,
+            encoders,
+            ranges,
+            written.weights,
         )
 
     def ranges(self) -> dict[str, Range] | None:
@@ -201,11 +241,11 @@ class _Prover:
         options, checkpoint = self._options, self._checkpoint
         if options.row_scales or (options.sources is None and options.calibration is None):
             return None
-        encoded, answers = self._encoded, self._references.greedy
+        self._tell(f"calibrating on {len(self._calibration):,} sources")
+        answers = self._references.greedy
         if options.calibration is not None:
-            encoded = self._accepted(options.calibration, "--calibration")
-            answers = self._answers(encoded)
-        return calibrate(checkpoint.model, [source for _, source in encoded], answers, checkpoint.special)
+            answers = self._answers(self._calibration)
+        return calibrate(checkpoint.model, [source for _, source in self._calibration], answers, checkpoint.special)
 
     def check_range(self) -> None:
         """Raises ExportError where float16 has no room for what the model computes."""
@@ -214,45 +254,50 @@ class _Prover:
 
     def prove(self, target: Target, graphs: GraphSet, folder: Path) -> Proof:
         """Open the graphs as a server would and compare. Raises ExportError beyond the target's tolerance."""
-        manifest = self.manifest((graphs,))
-        runner, rules = self._runner(manifest, graphs, folder), token_rules(manifest)
+        manifest, model, references = self.manifest((graphs,)), self._checkpoint.model, self._references
+        limits, rules = manifest.limits, token_rules(manifest)
         texts, sources = [text for text, _ in self._encoded], [source for _, source in self._encoded]
-        limits = manifest.limits
+        tolerance = target.tolerance if self._options.sources is not None else target.tolerance_on_generated
+        rows = spread(sorted(range(len(sources)), key=lambda i: len(sources[i])), LAYER_ROWS)
+        self._tell(f"{target.precision}: comparing what every layer reads with PyTorch, on {len(rows)} sources")
+        input_difference = compare_layers(
+            model,
+            graphs,
+            folder,
+            [sources[i] for i in rows],
+            [tuple(references.greedy[i].tokens) for i in rows],
+            rules.decoder_start,
+            tolerance.relative,
+        )
+        self._tell(
+            f"{target.precision}: comparing {len(sources):,} answers with PyTorch's, and {len(references.beam):,} of a "
+            f"beam of {BEAM_SIZE}"
+        )
+        runner = self._runner(manifest, graphs, folder)
         parity, answers = verify(
-            self._checkpoint.model,
-            runner,
-            rules,
-            sources,
-            self._references,
-            limits.max_source_tokens,
-            limits.max_new_tokens,
-            target.tolerance if self._options.sources is not None else target.tolerance_on_generated,
+            model, runner, rules, sources, references, limits.max_source_tokens, limits.max_new_tokens, tolerance
         )
         decoded = self._codec.decode([answer.tokens for answer in answers])
         golden = golden_set(runner, rules, texts, sources, answers, decoded, target.golden_gap)
         quality: dict[str, float | str] = {"status": "unmeasured"}
         if self._test:
+            self._tell(f"{target.precision}: measuring {len(self._test):,} lines of the test set")
             tests = generate(runner, rules, [source for _, source in self._test], limits.max_new_tokens)
             quality = self._measured(target, [answer.tokens for answer in tests])
-        return Proof(dataclasses.replace(graphs, parity=parity.figures(), quality=quality), golden, parity)
+        found = {**parity.figures(), "relative_input_difference": input_difference}
+        return Proof(dataclasses.replace(graphs, parity=found, quality=quality), golden, parity)
 
     def shorten(
-        self,
-        options: ShortlistOptions,
-        int8: GraphSet,
-        writer: GraphWriter,
-        ranges: Mapping[str, Range] | None,
-        folder: Path,
+        self, graph: Graph, projection: Projection, int8: GraphSet, folder: Path
     ) -> tuple[Shortlist, dict[str, bytes | Path]]:
-        """The shortlist, compared with the graphs that it is for, and its files.
+        """The shortlist, compared with the graphs that it is for, and its files. ``graph`` and ``projection`` are its.
 
         Raises ExportError where a logit is not theirs, bit for bit, or the shortlist costs more than it may.
         """
-        candidates = find_candidates(
-            options, self._checkpoint, self._codec.vocabularies["source"], self._codec.vocabularies["target"]
-        )
-        graph, projection = writer.write_shortlist(ranges)
+        candidates = self._candidates
+        assert candidates is not None
         texts, sources = [text for text, _ in self._encoded], [source for _, source in self._encoded]
+        self._tell(f"shortlist: answering {len(sources):,} sources and {len(self._test):,} lines of the test set")
         shortlist = Shortlist(
             provider=int8.provider,
             precision=int8.precision,
@@ -297,22 +342,17 @@ class _Prover:
         self, manifest: Manifest, graphs: GraphSet, folder: Path, shortlist: Shortlist | None = None
     ) -> OrtRunner:
         """As a server would open it."""
-        model = OrtModel(
-            manifest.model, graphs, lambda file: (folder / file).read_bytes(), torch.get_num_threads(), shortlist
-        )
+        model = OrtModel(manifest.model, graphs, folder.joinpath, torch.get_num_threads(), shortlist)
         num_slots, num_bytes = verify_room(manifest, np.dtype(model.cache_type).itemsize)
         return OrtRunner(model, num_slots, num_bytes)
 
     def _measured(self, target: Target, answers: Sequence[Sequence[int]]) -> dict[str, float | str]:
         """The test set's figures, of these answers and of PyTorch's."""
-        if self._test_figures is None:
-            self._test_figures = self._figures([answer.tokens for answer in self._answers(self._test)])
-        found = self._figures(answers)
         assert self._options.test is not None
         counts = {"num_lines": len(self._test), "num_skipped": len(self._options.test.sources) - len(self._test)}
         return {
             **{name: float(count) for name, count in counts.items()},
-            **compare(found, self._test_figures, target.precision),
+            **compare(self._figures(answers), self._test_figures, target.precision),
         }
 
     def _figures(self, answers: Sequence[Sequence[int]]) -> dict[str, float]:

@@ -1,8 +1,10 @@
-"""The graph files of each target: those for the CPU all made of one tracing."""
+"""The graph files of each target: those for the CPU all made of one tracing of the encoder and one of the decoder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -11,105 +13,150 @@ from dragoman.bundle import Graph, GraphSet
 from dragoman.engine.projection import Projection
 from dragoman_export.counts import BLOCK_PRODUCTS, FLOAT_PRODUCTS, INTEGER_PRODUCTS, Products
 from dragoman_export.cuda import check, fuse
+from dragoman_export.device_graphs import write_device_graphs
 from dragoman_export.graphs import DecoderGraph, EncoderGraph
 from dragoman_export.half import half_copy
+from dragoman_export.layers import layer_inputs, write_watched
 from dragoman_export.quantize import Range, to_int8, to_w8
 from dragoman_export.shortlist_graph import with_columns
 from dragoman_export.targets import FP16, FP32, INT8, W8, Target
-from dragoman_export.trace import OPSET, TracedGraph, checked, trace
+from dragoman_export.trace import OPSET, checked, trace
+from dragoman_export.weights import SharedWeights
 from dragoman_training.model import Transformer
 
+WEIGHTS = "weights.8bit.bin"
 
-class GraphWriter:
-    """Writes checked graphs into a folder: they wait on the disk, as each is as large as its weights."""
 
-    def __init__(self, model: Transformer, folder: Path) -> None:
-        """Traces encoder and decoder, once. Raises ExportError."""
-        self._folder = folder
-        self._encoder, self._decoder = EncoderGraph(model), DecoderGraph(model)
-        self._traced_encoder = trace(self._encoder, FP32.file("encoder", "onnx"))
-        self._traced_decoder = trace(self._decoder, FP32.file("decoder", "onnx"))
+@dataclass(frozen=True)
+class WrittenGraphs:
+    """What lies in the folder: a graph set a target, nothing measured yet, and the shortlist's decoder where asked.
 
-    def write(self, target: Target, ranges: Mapping[str, Range] | None = None) -> GraphSet:
-        """The graph set of a target, with nothing measured yet. ``ranges``: see ``quantize.to_int8``.
+    ``weights`` have the constants of the graphs in 8 bits, and room for more.
+    """
 
-        Raises ExportError when a graph's nodes are not those that the model's shape requires.
-        """
+    sets: dict[Target, GraphSet]
+    weights: SharedWeights
+    shortlist: tuple[Graph, Projection] | None
+
+
+def write_graphs(
+    model: Transformer,
+    targets: Sequence[Target],
+    ranges: Mapping[str, Range] | None,
+    folder: Path,
+    *,
+    shortlist: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+) -> WrittenGraphs:
+    """Trace, convert and check the graphs of the targets, in a folder: they wait on the disk.
+
+    Of each graph there is a watched copy beside it: see ``layers.py``. What is traced is as large as its weights, so
+    that the encoder's is let go before the decoder is traced. ``ranges`` are those of int8 activations: see
+    ``quantize.to_int8``. ``tell`` hears what is being done. With ``shortlist``, the decoder of int8 is written a second
+    time with the columns of its output projection as inputs, and these are returned.
+
+    Raises ExportError when a graph's nodes are not those that the model's shape requires.
+    """
+    weights = SharedWeights(folder, WEIGHTS)
+    encoder = _Part("encoder", EncoderGraph, model, ranges, folder, weights, tell)
+    # A lone source has many tokens already: for it, too, the encoder of int8 is faster than one of w8.
+    encoders = {target: encoder.write(INT8 if target == W8 else target) for target in targets}
+    del encoder
+    decoder = _Part("decoder", DecoderGraph, model, ranges, folder, weights, tell)
+    sets = {target: _graph_set(target, encoders[target], decoder.write(target), ranges) for target in targets}
+    if FP16 in sets:
+        device = write_device_graphs(model.config, FP16, folder)
+        sets[FP16] = dataclasses.replace(sets[FP16], device=device)
+    return WrittenGraphs(sets, weights, decoder.write_shortlist() if shortlist else None)
+
+
+def _graph_set(target: Target, encoder: Graph, decoder: Graph, ranges: Mapping[str, Range] | None) -> GraphSet:
+    activations = {W8: "block", INT8: "row" if ranges is None else "static"}
+    return GraphSet(
+        target.provider,
+        target.precision,
+        OPSET,
+        activations=activations.get(target, "float"),
+        batch_invariant=target.batch_invariant,
+        encoder=encoder,
+        decoder=decoder,
+        golden=target.file("golden", "jsonl"),
+        score_tolerance=target.score_tolerance,
+        parity={},
+        quality={},
+    )
+
+
+class _Part:
+    """Writes the graphs of the encoder, or those of the decoder."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: type[EncoderGraph] | type[DecoderGraph],
+        model: Transformer,
+        ranges: Mapping[str, Range] | None,
+        folder: Path,
+        weights: SharedWeights,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._name, self._kind, self._model = name, kind, model
+        self._ranges, self._folder, self._weights, self._tell = ranges, folder, weights, tell
+        self._traced: onnx.ModelProto | None = None  # for the CPU, when it is first needed
+        self._written: dict[Target, Graph] = {}
+
+    def write(self, target: Target) -> Graph:
+        """The graph of a target, once."""
+        if target not in self._written:
+            self._written[target] = self._half() if target == FP16 else self._for_cpu(target)
+        return self._written[target]
+
+    def write_shortlist(self) -> tuple[Graph, Projection]:
+        """Of the decoder: that of int8 which takes the columns of its output projection as inputs, and these."""
+        file = INT8.file("shortlist", "onnx")
+        self._tell(f"writing {file}")
+        model, projection = with_columns(to_int8(self._trace(), self._ranges))
+        required = self._kind(self._model).required_nodes(self._products(INT8))
+        return self._weights.take(checked(file, model, required, self._folder)), projection
+
+    def _for_cpu(self, target: Target) -> Graph:
+        traced = self._trace()
         if target == FP32:
-            activations = "float"
-            encoder, decoder = self._float()
+            model = traced
         elif target == INT8:
-            activations = "row" if ranges is None else "static"
-            encoder, decoder = self._int8_encoder(ranges), self._int8_decoder(ranges)
-        elif target == FP16:
-            activations = "float"
-            encoder, decoder = self._half()
+            model = to_int8(traced, self._ranges)
         else:
-            activations = "block"
-            # A lone source has many tokens already: for it, too, the encoder of int8 is the faster one.
-            encoder, decoder = self._int8_encoder(ranges), self._w8_decoder()
-        return GraphSet(
-            target.provider,
-            target.precision,
-            OPSET,
-            activations=activations,
-            batch_invariant=target.batch_invariant,
-            encoder=encoder,
-            decoder=decoder,
-            golden=target.file("golden", "jsonl"),
-            score_tolerance=target.score_tolerance,
-            parity={},
-            quality={},
-        )
+            model = to_w8(traced)
+        return self._save(target, self._kind(self._model), model, layer_inputs(traced))
 
-    def write_shortlist(self, ranges: Mapping[str, Range] | None) -> tuple[Graph, Projection]:
-        """The decoder of int8 that takes the columns of its output projection as inputs, and these. Raises ExportError.
-
-        ``ranges`` are those that INT8 was written with.
-        """
-        products = Products(INTEGER_PRODUCTS, by_row=ranges is None)
-        model, projection = with_columns(to_int8(self._traced_decoder, ranges))
-        traced = checked(INT8.file("shortlist", "onnx"), model, self._decoder.required_nodes(products))
-        return self._written(traced), projection
-
-    def _float(self) -> tuple[Graph, Graph]:
-        products = Products(FLOAT_PRODUCTS)
-        return (
-            self._save(FP32, self._encoder, self._traced_encoder, products),
-            self._save(FP32, self._decoder, self._traced_decoder, products),
-        )
-
-    def _half(self) -> tuple[Graph, Graph]:
+    def _half(self) -> Graph:
         """Traced anew, from a rounded copy of the model: so that each value has its type from PyTorch."""
-        model, products = half_copy(self._encoder.model), Products(FLOAT_PRODUCTS)
-        encoder, decoder = EncoderGraph(model, FP16.provider), DecoderGraph(model, FP16.provider)
-        return self._save_half(encoder, products), self._save_half(decoder, products)
-
-    def _save_half(self, module: EncoderGraph | DecoderGraph, products: Products) -> Graph:
-        file = FP16.file("encoder" if isinstance(module, EncoderGraph) else "decoder", "onnx")
+        module, file = self._kind(half_copy(self._model), FP16.provider), FP16.file(self._name, "onnx")
+        self._tell(f"tracing {file}")
         model = trace(module, file)
+        inputs = layer_inputs(model)
         fuse(model)
-        graph = self._save(FP16, module, model, products)
+        graph = self._save(FP16, module, model, inputs)
         check(file, model)
         return graph
 
-    def _int8_encoder(self, ranges: Mapping[str, Range] | None) -> Graph:
-        products = Products(INTEGER_PRODUCTS, by_row=ranges is None)
-        return self._save(INT8, self._encoder, to_int8(self._traced_encoder, ranges), products)
+    def _trace(self) -> onnx.ModelProto:
+        if self._traced is None:
+            file = FP32.file(self._name, "onnx")
+            self._tell(f"tracing {file}")
+            self._traced = trace(self._kind(self._model), file)
+        return self._traced
 
-    def _int8_decoder(self, ranges: Mapping[str, Range] | None) -> Graph:
-        products = Products(INTEGER_PRODUCTS, by_row=ranges is None)
-        return self._save(INT8, self._decoder, to_int8(self._traced_decoder, ranges), products)
-
-    def _w8_decoder(self) -> Graph:
-        return self._save(W8, self._decoder, to_w8(self._traced_decoder), Products(BLOCK_PRODUCTS))
+    def _products(self, target: Target) -> Products:
+        if target == INT8:
+            return Products(INTEGER_PRODUCTS, by_row=self._ranges is None)
+        return Products(BLOCK_PRODUCTS if target == W8 else FLOAT_PRODUCTS)
 
     def _save(
-        self, target: Target, module: EncoderGraph | DecoderGraph, model: onnx.ModelProto, products: Products
+        self, target: Target, module: EncoderGraph | DecoderGraph, model: onnx.ModelProto, inputs: Mapping[str, str]
     ) -> Graph:
-        kind = "encoder" if isinstance(module, EncoderGraph) else "decoder"
-        return self._written(checked(target.file(kind, "onnx"), model, module.required_nodes(products)))
-
-    def _written(self, traced: TracedGraph) -> Graph:
-        (self._folder / traced.declaration.file).write_bytes(traced.content)
-        return traced.declaration
+        file = target.file(self._name, "onnx")
+        self._tell(f"writing {file}")
+        graph = checked(file, model, module.required_nodes(self._products(target)), self._folder)
+        write_watched(file, model, inputs, self._folder)
+        return self._weights.take(graph) if target in (INT8, W8) else graph

@@ -41,13 +41,17 @@ def figures(outputs: Sequence[str], targets: Sequence[str], *, is_text: bool) ->
     return result
 
 
-def compare(graphs: dict[str, float], pytorch: dict[str, float], precision: str) -> dict[str, float | str]:
-    """Both as figures of one manifest entry. Raises ExportError where the precision costs more than it may."""
+def check_measures(pytorch: dict[str, float]) -> None:
+    """Raises ExportError where PyTorch's own figures are such that no loss could show."""
     if pytorch["word_error_rate"] == 1 and pytorch.get("bleu", 0.0) < 1:
         raise ExportError(
             "all of PyTorch's own answers to the test set are wrong, so that it can measure no loss: are its targets "
             "those of its sources?"
         )
+
+
+def compare(graphs: dict[str, float], pytorch: dict[str, float], precision: str) -> dict[str, float | str]:
+    """Both as figures of one manifest entry. Raises ExportError where the precision costs more than it may."""
     _check_loss(graphs, pytorch, precision, "try --activations row, or another precision")
     return {**graphs, **{f"{name}_of_pytorch": value for name, value in pytorch.items()}}
 

@@ -181,7 +181,10 @@ class _Graph:
 
 
 def _rewritten(model: onnx.ModelProto, layer: Callable[[_Graph, Linear], None]) -> onnx.ModelProto:
-    """A copy of a graph in which ``layer`` has written each linear layer, and each table is of int8."""
+    """A copy of a graph in which ``layer`` has written each linear layer, and each table is of int8.
+
+    Raises ExportError naming a matrix that is left in fp32.
+    """
     graph, found = _Graph(model), list(linears(model))
     products, sums = {linear.product for linear in found}, {linear.output: linear for linear in found}
     tables, transposes = _tables(model), _transposes(model)
@@ -195,6 +198,9 @@ def _rewritten(model: onnx.ModelProto, layer: Callable[[_Graph, Linear], None]) 
         if node.op_type == "Gather" and node.input[0] in tables:
             graph.embedding(node.input[0])
         graph.keep(node)
+    matrices = {tensor.name for tensor in model.graph.initializer if len(tensor.dims) == 2}
+    if left := sorted(matrices.intersection(graph.constants)):
+        raise ExportError(f"{', '.join(left)} would stay in fp32: they are read by neither a product nor a Gather")
     result = onnx.ModelProto()
     result.CopyFrom(model)
     del result.graph.node[:], result.graph.initializer[:]

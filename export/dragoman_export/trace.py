@@ -7,11 +7,12 @@ operators expand into many nodes without a word.
 from __future__ import annotations
 
 import ast
+import gc
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 
 import onnx
 import torch
@@ -22,19 +23,12 @@ from dragoman_export.alignment_graph import AlignmentGraph
 from dragoman_export.counts import check_caches, check_nodes, count_nodes
 from dragoman_export.errors import ExportError
 from dragoman_export.graphs import DecoderGraph, EncoderGraph, Signature
+from dragoman_export.onnx_file import file_size, write_model
 from dragoman_export.quantize import normalize
 from dragoman_training.attention import TorchAttention
 
 OPSET = 23
 MAX_FILE_BYTES = (1 << 31) - 1  # of one protobuf message
-
-
-@dataclass(frozen=True)
-class TracedGraph:
-    """One ONNX file in memory, and what the manifest will say of it."""
-
-    content: bytes
-    declaration: Graph
 
 
 def trace(module: EncoderGraph | DecoderGraph | AlignmentGraph, file: str) -> onnx.ModelProto:
@@ -58,23 +52,26 @@ def trace(module: EncoderGraph | DecoderGraph | AlignmentGraph, file: str) -> on
     return model
 
 
-def checked(file: str, model: onnx.ModelProto, required: dict[str, int]) -> TracedGraph:
-    """The graph as a file, its nodes counted and checked as they are and as ONNX Runtime optimises them.
+def checked(file: str, model: onnx.ModelProto, required: dict[str, int], folder: Path) -> Graph:
+    """Write the graph to ``folder``, its nodes counted and checked as they are and as ONNX Runtime optimises them.
 
-    Raises ExportError naming the node, the graph, and both counts; or the size of a graph that is too large.
+    Returns what the manifest will say of it. Raises ExportError naming the node, the graph, and both counts; or the
+    size of a graph that is too large.
     """
-    if (size := model.ByteSize()) > MAX_FILE_BYTES:
+    if (size := file_size(model)) > MAX_FILE_BYTES:
         raise ExportError(
             f"{file} would have {size} bytes; an ONNX file holds at most {MAX_FILE_BYTES}, weights included: this "
             "version exports no larger model"
         )
     exported = _checked_nodes(file, "as exported", model, required)
-    content = model.SerializeToString(deterministic=True)
-    onnx.checker.check_model(content)
-    in_runtime = onnx.load_from_string(optimized_graph(file, content))
-    optimized = _checked_nodes(file, "as optimised by ONNX Runtime", in_runtime, required)
-    inputs, outputs = _specs(model.graph.input), _specs(model.graph.output)
-    return TracedGraph(content, Graph(file, inputs, outputs, required, exported, optimized))
+    # From here on the file is read, not bytes in memory: each copy of these is as large as the weights.
+    path = folder / file
+    write_model(model, path)
+    onnx.checker.check_model(path)
+    optimized = _checked_nodes(
+        file, "as optimised by ONNX Runtime", onnx.load_from_string(optimized_graph(path)), required
+    )
+    return Graph(file, _specs(model.graph.input), _specs(model.graph.output), required, exported, optimized)
 
 
 def _checked_nodes(file: str, stage: str, model: onnx.ModelProto, required: dict[str, int]) -> dict[str, int]:
@@ -104,7 +101,10 @@ def _export(module: EncoderGraph | DecoderGraph | AlignmentGraph, signature: Sig
             verbose=False,
         )
     assert program is not None
-    return program.model_proto
+    model = program.model_proto
+    del program
+    gc.collect()  # in the cycles of what torch made hang constants that are as large as the model
+    return model
 
 
 @contextmanager
@@ -161,6 +161,7 @@ def _declare(
 
 def _specs(values: Iterable[onnx.ValueInfoProto]) -> tuple[TensorSpec, ...]:
     names = {
+        int(onnx.TensorProto.BOOL): "bool",
         int(onnx.TensorProto.FLOAT): "float",
         onnx.TensorProto.FLOAT16: "float16",
         onnx.TensorProto.UINT8: "uint8",

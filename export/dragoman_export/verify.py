@@ -97,11 +97,11 @@ class Differences:
 
     def add(self, actual: Activations, expected: Activations) -> None:
         self.max_logit = _larger(self.max_logit, float(np.abs(actual.logits - expected.logits).max()))
-        self._add("logits", actual.logits, expected.logits)
+        self.add_values("logits", actual.logits, expected.logits)
         for name, values in expected.layers.items():
-            self._add(name, actual.layers[name], values)
+            self.add_values(name, actual.layers[name], values)
 
-    def _add(self, name: str, actual: FloatArray, expected: FloatArray) -> None:
+    def add_values(self, name: str, actual: FloatArray, expected: FloatArray) -> None:
         wrong, size = self._sums.get(name, (0.0, 0.0))
         difference = actual.astype(np.float64) - expected
         self._sums[name] = wrong + float((difference**2).sum()), size + float((expected.astype(np.float64) ** 2).sum())
@@ -381,7 +381,7 @@ def golden_set(
     cases: list[GoldenCase] = []
     ended = [index for index, answer in enumerate(answers) if answer.finish_reason == "stop"]
     ended.sort(key=lambda index: len(sources[index]))
-    for index in _spread(ended, MAX_GOLDEN_CANDIDATES):
+    for index in spread(ended, MAX_GOLDEN_CANDIDATES):
         answer = answers[index]
         (activations,) = run_targets(runner, [sources[index]], [answer.tokens], rules.decoder_start)
         logits = activations.logits.copy()
@@ -396,10 +396,10 @@ def golden_set(
             f"the second by {gap} at every step. Either it has learned too little (see dragoman evaluate): "
             "train it further; or give more sources"
         )
-    return _spread(cases, MAX_GOLDEN_CASES)
+    return spread(cases, MAX_GOLDEN_CASES)
 
 
-def _spread(items: Sequence[Item], most: int) -> list[Item]:
+def spread(items: Sequence[Item], most: int) -> list[Item]:
     """At most so many, evenly taken, the first and the last among them."""
     if len(items) <= most:
         return list(items)

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import stat
-import tempfile
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -25,11 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from dragoman.errors import BundleError
+from dragoman.work_folder import work_folder
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 VOCABULARY_MULTIPLE = 8
 """A model's vocabulary may be its tokenizer's, rounded up to a multiple of this: matrices of such sizes are fast."""
 MANIFEST_NAME = "manifest.json"
+MAX_LABEL_CHARACTERS = 128
+"""Of a model's name or version: they stand in every answer, in labels of metrics and on the command line."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ class Graph:
     ``required_nodes`` follows from the model's shape, zeros included; a key may name several operators, joined by "+",
     whose sum it is. ``exported_nodes`` are the file's, ``optimized_nodes`` those that ONNX Runtime had made of them
     when it opened the file for the export. Both hold what is required. Attention with a cache has two kinds,
-    ``GroupQueryAttention(self)`` and ``GroupQueryAttention(cross)``.
+    ``GroupQueryAttention(self)`` and ``GroupQueryAttention(cross)``. ``weights`` is the file that the larger constants
+    are in, which other graphs may share; None where the graph's own holds them.
     """
 
     file: str
@@ -117,6 +120,12 @@ class Graph:
     required_nodes: dict[str, int]
     exported_nodes: dict[str, int]
     optimized_nodes: dict[str, int]
+    weights: str | None = None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All that it takes to open the graph."""
+        return (self.file,) if self.weights is None else (self.file, self.weights)
 
     def __post_init__(self) -> None:
         for stage, nodes in (("as exported", self.exported_nodes), ("as optimised", self.optimized_nodes)):
@@ -125,12 +134,26 @@ class Graph:
 
 
 @dataclass(frozen=True)
+class DeviceGraphs:
+    """What runs on a device beside a model's graphs, without weights; ``engine/device_tails.py`` tells what they do."""
+
+    copy: Graph
+    best: Graph
+    ranked: Graph
+    row: Graph
+
+    def all(self) -> tuple[Graph, ...]:
+        """Each of them."""
+        return self.copy, self.best, self.ranked, self.row
+
+
+@dataclass(frozen=True)
 class GraphSet:
     """The graphs for one execution provider and precision, and the answers they must give.
 
     ``activations`` tells how those of a quantised product are scaled: ``float`` (not at all), ``static``, ``row`` or
     ``block``. A golden score may differ by ``score_tolerance`` x (1 + its size). ``quality`` holds figures of a test
-    set, of these graphs and of PyTorch in fp32.
+    set, of these graphs and of PyTorch in fp32. ``device``: what those for a GPU need beside them.
     """
 
     provider: str
@@ -144,16 +167,23 @@ class GraphSet:
     score_tolerance: float
     parity: dict[str, float]
     quality: dict[str, float | str]
+    device: DeviceGraphs | None = None
+
+    def all_graphs(self) -> tuple[Graph, ...]:
+        """Each graph of the set."""
+        return self.encoder, self.decoder, *(self.device.all() if self.device is not None else ())
 
 
 @dataclass(frozen=True)
 class Alignment:
     """The graph that aligns a finished answer with its source, whatever precision the answer came from, and its proof.
 
-    It gives the cross-attention weights of decoder layer ``layer``: those of ``head``, or where that is None the mean
-    of all heads. The weights of target token t are those of the step that produced it (``shift`` 0) or of the one that
-    read it (1). ``score`` is why: on ``basis`` "copied", the share of ``num_tokens`` copied tokens that it aligned with
-    themselves; on "diagonal", 1 - the mean distance from the diagonal, of a line's length.
+    Of what the encoder graph gives, it makes the cross-attention weights of decoder layer ``layer``: those of ``head``,
+    or where that is None the mean of all heads. The weights of target token t are those of the step that produced it
+    (``shift`` 0) or of the one that read it (1). ``score`` is why: on ``basis`` "copied", the share of ``num_tokens``
+    copied tokens that it aligned with themselves; on "diagonal", 1 - the mean distance from the diagonal, of a line's
+    length. ``agreement`` is the share of target tokens for which the graph and PyTorch look at the same source token
+    most.
     """
 
     graph: Graph
@@ -164,6 +194,7 @@ class Alignment:
     score: float
     num_tokens: int
     max_weight_difference: float  # from PyTorch's
+    agreement: float
 
     def __post_init__(self) -> None:
         if self.shift not in (0, 1):
@@ -236,6 +267,8 @@ class Manifest:
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_label("name", self.name)
+        check_label("version", self.version)
         ids, size = self.special_ids, self.model.target_vocab_size
         for index in (ids.eos, ids.decoder_start, *ids.never_generated):
             if not 0 <= index < size:
@@ -253,7 +286,6 @@ class Manifest:
         padding = set(range(self.tokenizers.target.size, self.model.target_vocab_size))
         if producible := sorted(padding - set(self.special_ids.never_generated)):
             raise BundleError(f"special_ids.never_generated lacks {producible}, which no token stands for")
-
         if self.shortlist is not None and self.shortlist.precision not in {
             graphs.precision for graphs in self.graphs if graphs.provider == self.shortlist.provider
         }:
@@ -338,6 +370,16 @@ class ModelBundle:
             yield case
 
 
+def check_label(what: str, text: str) -> None:
+    """Raises BundleError unless the text can be a model's name or version: short, printable, no blank at an end."""
+    if not text or len(text) > MAX_LABEL_CHARACTERS:
+        raise BundleError(
+            f"{what} has {len(text)} characters; it must have at least 1 and at most {MAX_LABEL_CHARACTERS}"
+        )
+    if not text.isprintable() or text != text.strip():
+        raise BundleError(f"{what} is {text!r}: it may hold printable characters alone, and no blank at an end")
+
+
 def count_of(kind: str, nodes: Mapping[str, int]) -> int:
     """How many nodes there are of a key of ``Graph.required_nodes``."""
     return sum(nodes.get(name, 0) for name in kind.split("+"))
@@ -395,9 +437,7 @@ def save_bundle(
     target = path.resolve()  # of a link, what it points to is replaced
     manifest = dataclasses.replace(manifest, files={name: _entry(files[name]) for name in sorted(files)})
     _check_references(manifest)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with work_folder(target) as work:  # where the bundle before ends up, to be removed
         for name, content in {**files, MANIFEST_NAME: manifest.to_json().encode()}.items():
             with (work / name).open("wb") as out:
                 if isinstance(content, Path):
@@ -411,8 +451,6 @@ def save_bundle(
         _flush_folder(work)
         _put(work, target)
         _flush_folder(target.parent)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)  # what is left under this name: nothing, or the bundle before
     return ModelBundle.load(path)
 
 
@@ -428,8 +466,9 @@ def _put(work: Path, target: Path) -> None:
     if not target.exists():
         work.rename(target)
     elif not _swap(work, target):
-        # Between these two moves there is neither: what a file system that cannot swap has to offer.
-        old = work.with_name(f"{work.name}-old")
+        # Between these two moves there is neither: what a file system that cannot swap has to offer. Not under the
+        # name of a work folder, which the next export would remove after a kill just here.
+        old = work.with_name(f".before-{work.name.removeprefix('.')}")
         target.rename(old)
         try:
             work.rename(target)
@@ -494,11 +533,11 @@ def _check_references(manifest: Manifest) -> None:
             raise BundleError(f"declares {name!r}, which is no plain file name")
     named = [manifest.tokenizers.source.file, manifest.tokenizers.target.file]
     for graphs in manifest.graphs:
-        named += [graphs.encoder.file, graphs.decoder.file, graphs.golden]
+        named += [graphs.golden, *(file for graph in graphs.all_graphs() for file in graph.files)]
     if manifest.alignment is not None:
-        named.append(manifest.alignment.graph.file)
+        named += manifest.alignment.graph.files
     if manifest.shortlist is not None:
-        named += [manifest.shortlist.table, manifest.shortlist.decoder.file, manifest.shortlist.golden]
+        named += [manifest.shortlist.table, *manifest.shortlist.decoder.files, manifest.shortlist.golden]
     missing = sorted(set(named) - set(manifest.files))
     if missing:
         raise BundleError(f"names files that it does not declare: {', '.join(missing)}")

@@ -54,7 +54,7 @@ def embedded():
 def graph_of(bundle, part):
     """A graph's declaration, and the graph to be damaged."""
     declaration = getattr(bundle.manifest.graphs[0], part)
-    return declaration, onnx.load_from_string(bundle.read(declaration.file))
+    return declaration, onnx.load(bundle.file(declaration.file))
 
 
 def resaved(bundle, path, manifest=None, **files):
@@ -69,9 +69,9 @@ def run_export(*arguments):
     return command.run(parser.parse_args([str(argument) for argument in arguments]))
 
 
-def traced(module, file):
+def write(module, file, folder):
     """A module's graph, checked."""
-    return checked(file, trace(module, file), module.required_nodes(Products(FLOAT_PRODUCTS)))
+    return checked(file, trace(module, file), module.required_nodes(Products(FLOAT_PRODUCTS)), folder)
 
 
 def prove(checkpoint, bundle, content, sources):
@@ -120,12 +120,12 @@ class OneLayerUnfused(DecoderGraph):
             del self.model.use_attention
 
 
-def test_one_decoder_layer_left_unfused_fails_the_export():
+def test_one_decoder_layer_left_unfused_fails_the_export(tmp_path):
     """One of two: the message has the graph, every node that is wrong, and both counts."""
     shape = {"d_model": 16, "num_heads": 2, "ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 2}
     model = Transformer(ModelConfig(**shape, source_vocab_size=16, target_vocab_size=16)).eval()
     with pytest.raises(ExportError) as caught:
-        traced(OneLayerUnfused(model), "tiny.onnx")
+        write(OneLayerUnfused(model), "tiny.onnx", tmp_path)
     assert str(caught.value) == (
         "tiny.onnx as exported has 1 GroupQueryAttention(self) nodes instead of 2, 1 GroupQueryAttention(cross) nodes "
         "instead of 2, 19 MatMul+Gemm+FusedMatMul nodes instead of 17, 1 Softmax nodes instead of 0, 1 Attention nodes "
@@ -134,13 +134,13 @@ def test_one_decoder_layer_left_unfused_fails_the_export():
 
 
 @pytest.mark.parametrize("part", ["encoder", "decoder"])
-def test_the_embedded_graphs_are_counted_as_their_manifest_says(embedded, part):
+def test_the_embedded_graphs_are_counted_as_their_manifest_says(embedded, tmp_path, part):
     """Counting anew, before and after ONNX Runtime's optimisation, gives what is declared."""
     declaration, model = graph_of(embedded, part)
-    assert checked(declaration.file, model, declaration.required_nodes).declaration == declaration
+    assert checked(declaration.file, model, declaration.required_nodes, tmp_path) == declaration
 
 
-def test_a_node_that_onnx_runtime_makes_fails_the_export(monkeypatch):
+def test_a_node_that_onnx_runtime_makes_fails_the_export(tmp_path, monkeypatch):
     """The graph is right as exported; what ONNX Runtime makes of it, with one optimizer more, is slow on the CPU."""
     a, b, out = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["B", "S", 16]) for name in "abc")
     nodes = [
@@ -151,25 +151,25 @@ def test_a_node_that_onnx_runtime_makes_fails_the_export(monkeypatch):
     graph = helper.make_graph(nodes, "norm", [a, b], [out], weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
     required = {"LayerNormalization": 1, "SkipLayerNormalization": 0}
-    checked("norm.onnx", model, required)
+    checked("norm.onnx", model, required, tmp_path)
     monkeypatch.setattr("dragoman.engine.runner.DISABLED_OPTIMIZERS", [])
     message = (
         r"norm\.onnx as optimised by ONNX Runtime has 0 LayerNormalization nodes instead of 1, "
         r"1 SkipLayerNormalization nodes instead of 0"
     )
     with pytest.raises(ExportError, match=message):
-        checked("norm.onnx", model, required)
+        checked("norm.onnx", model, required, tmp_path)
 
 
 @pytest.mark.parametrize(("part", "kind"), [("encoder", "LayerNormalization"), ("decoder", "MatMulIntegerToFloat")])
-def test_a_node_too_many_fails_the_export(embedded, part, kind):
+def test_a_node_too_many_fails_the_export(embedded, tmp_path, part, kind):
     """Whatever a layer's norms and projections are not, is named with both counts."""
     declaration, model = graph_of(embedded, part)
     node = copy.deepcopy(next(node for node in model.graph.node if node.op_type == kind))
     node.output[0] = "unused"
     model.graph.node.append(node)
     with pytest.raises(ExportError, match=rf"{declaration.file} as exported has \d+ {kind}\S* nodes instead of \d+"):
-        checked(declaration.file, model, declaration.required_nodes)
+        checked(declaration.file, model, declaration.required_nodes, tmp_path)
 
 
 # A swapped cache binding
@@ -213,12 +213,12 @@ def present_of_other_layer(model):
         (present_of_other_layer, r"\(self\) of layer 0 writes \['present_key_1', 'present_value_1'\] instead of "),
     ],
 )
-def test_a_swapped_cache_binding_fails_the_export(embedded, change, message):
+def test_a_swapped_cache_binding_fails_the_export(embedded, tmp_path, change, message):
     """Signature and counts are as before: the message names graph, node, layer, and both bindings."""
     declaration, model = graph_of(embedded, "decoder")
     change(model)
     with pytest.raises(ExportError, match=rf"decoder\.cpu\.int8\.onnx as exported: GroupQueryAttention{message}"):
-        checked(declaration.file, model, declaration.required_nodes)
+        checked(declaration.file, model, declaration.required_nodes, tmp_path)
 
 
 def swapped_outputs(bundle):
@@ -348,8 +348,8 @@ def test_a_flipped_byte_of_a_graph_in_memory_fails_the_export(bundle, checkpoint
         prove(checkpoint, bundle, files.__getitem__, sources)
 
 
-def test_a_graph_beyond_what_a_file_may_hold_fails_the_export(checkpoint, monkeypatch):
+def test_a_graph_beyond_what_a_file_may_hold_fails_the_export(checkpoint, tmp_path, monkeypatch):
     """Its size and the limit are named, before anything else tries to write it."""
     monkeypatch.setattr(trace_module, "MAX_FILE_BYTES", 1000)
     with pytest.raises(ExportError, match=r"decoder\.onnx would have \d+ bytes; an ONNX file holds at most 1000"):
-        traced(DecoderGraph(checkpoint.model), "decoder.onnx")
+        write(DecoderGraph(checkpoint.model), "decoder.onnx", tmp_path)

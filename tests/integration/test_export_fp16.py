@@ -11,6 +11,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from tests.integration.untrained import DECODER_LAYERS, ENCODER_LAYERS, SHAPES, texts, untrained
 
 from dragoman.bundle import ModelBundle
 from dragoman.config import EngineConfig
@@ -22,77 +23,23 @@ from dragoman_export import graph_sets
 from dragoman_export.cuda import check, fuse
 from dragoman_export.errors import ExportError
 from dragoman_export.exporter import ExportOptions, export
-from dragoman_export.graph_sets import GraphWriter
+from dragoman_export.graph_sets import write_graphs
 from dragoman_export.graphs import DecoderGraph, EncoderGraph
 from dragoman_export.half import check_range, half_copy
-from dragoman_export.targets import FP16, FP32
+from dragoman_export.layers import watched
+from dragoman_export.targets import FP16
 from dragoman_export.trace import trace
 from dragoman_export.verify import run_targets
-from dragoman_training.checkpoint import LoadedCheckpoint
-from dragoman_training.config import ModelConfig, padded_vocab_size
 from dragoman_training.data import encode_source
 from dragoman_training.decode import greedy
-from dragoman_training.model import Transformer
-from dragoman_training.tokenizer import PlainTokenizer, SpecialIds, file_names
 
 LIMITS = TextLimits(65536, 256)
-SHAPES = {
-    "pre-norm, gelu": {"norm_first": True, "activation": "gelu", "tied_embeddings": "all"},
-    "post-norm, relu": {"norm_first": False, "activation": "relu", "tied_embeddings": "none"},
-}
-ENCODER_LAYERS, DECODER_LAYERS = 1, 1
-
-
-def texts(count, seed=0):
-    rng = random.Random(seed)
-    return ["".join(rng.choices("abcdefgh", k=rng.randint(1, 12))) for _ in range(count)]
-
-
-def untrained(shape, folder):
-    """A checkpoint of strong opinions that ends its answers."""
-    folder.mkdir()
-    tokenizer = PlainTokenizer.build("character", texts(50))
-    files = file_names(tokenizer, tokenizer)
-    for file in files.values():
-        (folder / file).write_bytes(tokenizer.to_bytes())
-    size = padded_vocab_size(len(tokenizer))
-    special = SpecialIds(unused=tuple(range(len(tokenizer), size)))
-    config = ModelConfig(
-        d_model=64,
-        num_heads=2,
-        ffn_dim=96,
-        encoder_layers=ENCODER_LAYERS,
-        decoder_layers=DECODER_LAYERS,
-        source_vocab_size=size,
-        target_vocab_size=size,
-        **shape,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = Transformer(config).eval()
-        for parameter in model.parameters():
-            parameter.data.add_(torch.randn_like(parameter) * 0.3)
-    sources = [encode_source(tokenizer, text) for text in texts(20)]
-    bias = model.projection.bias.data
-    bias[list(special.never_produced)] = 50
-    bias[special.eos] = -1000
-    gaps = []  # the end's distance to the best token, at each step
-    with torch.inference_mode():
-        for source, answer in zip(sources, greedy(model, sources, 24, special), strict=True):
-            inputs = torch.tensor([[special.decoder_start, *answer.tokens[:-1]]])
-            logits = model(torch.tensor([source]), torch.tensor([len(source)], dtype=torch.int32), inputs)[0]  # (T, V)
-            gaps.append(logits.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0] - logits[:, special.eos])
-    bias[special.eos] += torch.cat(gaps).quantile(1 / 3)
-    return LoadedCheckpoint(folder, model, tokenizer, tokenizer, files, special, 64, 24, {"training": {}, "data": {}})
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def exported(request, tmp_path_factory):
+def exported(request, half_export):
     """A checkpoint, and its bundle of fp32 and fp16 graphs."""
-    folder = tmp_path_factory.mktemp("fp16")
-    checkpoint = untrained(SHAPES[request.param], folder / "checkpoint")
-    options = ExportOptions("m", "1", targets=(FP32, FP16), sources=tuple(texts(40, seed=1)))
-    return checkpoint, export(checkpoint, options, folder / "bundle").bundle
+    return half_export(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -308,13 +255,15 @@ def write_damaged(checkpoint, traced, folder, monkeypatch, damage):
 
     monkeypatch.setattr(graph_sets, "trace", lambda module, file: copy.deepcopy(traced.get(file)))
     monkeypatch.setattr(graph_sets, "fuse", fuse_and_damage)
-    return GraphWriter(checkpoint.model, folder).write(FP16)
+    return write_graphs(checkpoint.model, [FP16], None, folder).sets[FP16]
 
 
 def test_sound_graphs_are_written(pre_norm, traced, tmp_path, monkeypatch):
     """What the damage below is compared with."""
     graphs = write_damaged(pre_norm, traced, tmp_path, monkeypatch, lambda model: None)
-    assert {path.name for path in tmp_path.iterdir()} == {graphs.encoder.file, graphs.decoder.file}
+    files = {graphs.encoder.file, graphs.decoder.file}
+    beside = {graph.file for graph in graphs.device.all()}
+    assert {path.name for path in tmp_path.iterdir()} == {*files, *map(watched, files), *beside}
     assert graphs.provider == "cuda"
 
 
@@ -458,13 +407,12 @@ def test_a_rounded_copy_shares_what_the_model_shares(pre_norm):
 # What the service says of them
 
 
-def test_the_service_refuses_graphs_for_a_gpu(exported):
-    """This version runs on the CPU alone: it says so, and which precisions the bundle has for it."""
+def test_the_service_says_which_provider_graphs_are_for(exported):
+    """Each way round: what was asked for, whose the graphs are, and which precisions the bundle has."""
     _, bundle = exported
-    for provider in ("cpu", "cuda"):
-        with pytest.raises(BundleError, match=r"fp16 graphs are for cuda, .* on the CPU alone: .* \(fp32\)"):
-            ServedModel.load(bundle.path, EngineConfig(), LIMITS, provider=provider, precision="fp16")
-    with pytest.raises(BundleError, match=r"for cuda, and this version"):
-        ServedModel.load(bundle.path, EngineConfig(), LIMITS, provider="cuda")
+    with pytest.raises(BundleError, match=r"fp16 graphs are for cuda, and --provider is cpu: .* \(fp32\)"):
+        ServedModel.load(bundle.path, EngineConfig(), LIMITS, precision="fp16")
+    with pytest.raises(BundleError, match=r"fp32 graphs are for cpu, and --provider is cuda-dry: .* \(fp16\)"):
+        ServedModel.load(bundle.path, EngineConfig(), LIMITS, provider="cuda-dry", precision="fp32")
     assert ServedModel.load(bundle.path, EngineConfig(), LIMITS).graphs.precision == "fp32"
     assert ModelBundle.load(bundle.path).manifest == bundle.manifest

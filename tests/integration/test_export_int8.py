@@ -30,7 +30,7 @@ from dragoman_export import quantize
 from dragoman_export.calibrate import calibrate
 from dragoman_export.cli import export as command
 from dragoman_export.errors import ExportError
-from dragoman_export.quality import compare
+from dragoman_export.quality import check_measures, compare
 from dragoman_export.quantize import Range, linears, quantized_columns, to_int8
 from dragoman_export.trace import OPSET, checked
 from dragoman_training.checkpoint import load_model
@@ -302,7 +302,7 @@ def test_a_layer_without_a_range_fails_the_export(bundle):
 def left_in_fp32(bundle):
     """The decoder of int8 with one product of floats."""
     declaration = bundle.graph_set("cpu", "int8").decoder
-    model = onnx.load_from_string(bundle.read(declaration.file))
+    model = onnx.load(bundle.file(declaration.file))
     fp32 = traced_decoder(bundle)
     linear = next(linears(fp32))
     node = next(node for node in model.graph.node if node.output[0] == linear.output)
@@ -317,7 +317,7 @@ def left_in_fp32(bundle):
     return declaration, model
 
 
-def test_a_weight_left_in_fp32_fails_the_export(bundle):
+def test_a_weight_left_in_fp32_fails_the_export(bundle, tmp_path):
     """One layer that a quantizer skipped: both kinds are counted, and named."""
     declaration, model = left_in_fp32(bundle)
     message = (
@@ -325,13 +325,13 @@ def test_a_weight_left_in_fp32_fails_the_export(bundle):
         r"8 MatMulIntegerToFloat nodes instead of 9"
     )
     with pytest.raises(ExportError, match=message):
-        checked(declaration.file, model, declaration.required_nodes)
+        checked(declaration.file, model, declaration.required_nodes, tmp_path)
 
 
-def test_one_scale_for_all_rows_fails_the_export(bundle):
+def test_one_scale_for_all_rows_fails_the_export(bundle, tmp_path):
     """DynamicQuantizeMatMul would tie a row to its neighbours."""
     declaration = bundle.graph_set("cpu", "int8").decoder
-    model = onnx.load_from_string(bundle.read(declaration.file))
+    model = onnx.load(bundle.file(declaration.file))
     node = next(node for node in model.graph.node if node.op_type == "MatMulIntegerToFloat")
     x = node.input[0].removesuffix(".quantized")
     dynamic = helper.make_node(
@@ -344,12 +344,12 @@ def test_one_scale_for_all_rows_fails_the_export(bundle):
     model.graph.node.remove(node)
     model.graph.node.insert(at, dynamic)
     with pytest.raises(ExportError, match=r"1 DynamicQuantizeMatMul\+DynamicQuantizeLinear nodes instead of 0"):
-        checked(declaration.file, model, declaration.required_nodes)
+        checked(declaration.file, model, declaration.required_nodes, tmp_path)
 
 
 def test_every_weight_is_stored_once_in_a_byte(bundle, checkpoint):
     """The decoder's table and its projection, which are tied, are one; no matrix of floats is left."""
-    model = onnx.load_from_string(bundle.read("decoder.cpu.int8.onnx"))
+    model = onnx.load(bundle.file("decoder.cpu.int8.onnx"))
     of_encoder = ("encoder", "source_embedding", "decoder.0.cross_attention.key", "decoder.0.cross_attention.value")
     matrices = [p for n, p in checkpoint.model.named_parameters() if p.ndim == 2 and not n.startswith(of_encoder)]
     stored = [t for t in model.graph.initializer if len(t.dims) == 2]
@@ -362,6 +362,16 @@ def test_fp32_tied_embeddings_are_stored_once(bundle, checkpoint):
     model = checkpoint.model
     decoder = sum(p.numel() for n, p in model.named_parameters() if not n.startswith(("encoder", "source_embedding")))
     assert len(bundle.read("decoder.cpu.fp32.onnx")) < 1.1 * 4 * decoder + 30_000
+
+
+def test_a_table_left_in_fp32_fails_the_export(bundle):
+    """One that is read by something unknown is named."""
+    decoder = traced_decoder(bundle)
+    matrices = {tensor.name for tensor in decoder.graph.initializer if len(tensor.dims) == 2}
+    (gather,) = [n for n in decoder.graph.node if n.op_type == "Gather" and n.input[0] in matrices]
+    gather.op_type = "GatherElements"
+    with pytest.raises(ExportError, match=rf"{re.escape(gather.input[0])} would stay in fp32"):
+        to_int8(decoder, None)
 
 
 # What it costs
@@ -393,7 +403,7 @@ def test_a_precision_that_costs_too_much_is_refused(graphs, pytorch, words):
 def test_a_test_set_that_can_measure_nothing_is_refused():
     """Where PyTorch itself has no line right, the targets are hardly those of the sources."""
     with pytest.raises(ExportError, match="are its targets those of its sources"):
-        compare({"word_error_rate": 1.0}, {"word_error_rate": 1.0}, "int8")
+        check_measures({"word_error_rate": 1.0})
 
 
 def test_a_precision_that_costs_little_is_recorded():
@@ -408,11 +418,12 @@ def test_a_precision_that_costs_little_is_recorded():
 
 
 def test_gibberish_fails_the_export(reverse_data, reverse_run, tmp_path, capsys, monkeypatch):
-    """Weights of three values alone: what they cost the layers is named, and nothing is written."""
+    """Weights of three values alone: what they cost is named, with the first layer that it is too much for."""
     monkeypatch.setattr(quantize, "LEVELS", 1)
     arguments = ["--precision", "int8", "--sources", reverse_data / "dev.source", "--out", tmp_path / "bundle"]
     assert run_export(reverse_run, *arguments) == 2
-    assert re.search(r"differ from PyTorch's by [\d.]+ of their size; at most 0\.2 is allowed", capsys.readouterr().err)
+    message = r"what encoder\.0\.\S+ reads differs from PyTorch's by [\d.]+ of its size; at most 0\.2 is allowed"
+    assert re.search(message, capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -27,12 +27,14 @@ from dragoman_export import quality
 from dragoman_export.cli import export as command
 from dragoman_export.errors import ExportError
 from dragoman_export.exporter import ExportOptions, export
-from dragoman_export.graph_sets import GraphWriter
+from dragoman_export.graph_sets import write_graphs
+from dragoman_export.graphs import DecoderGraph
 from dragoman_export.quality import compare_shortlist
-from dragoman_export.quantize import Range, linears, to_int8
+from dragoman_export.quantize import Range, to_int8
 from dragoman_export.shortlist import ShortlistOptions, to_bytes
 from dragoman_export.shortlist_graph import with_columns
 from dragoman_export.targets import FP32, INT8
+from dragoman_export.trace import trace
 from dragoman_export.verify import check_shortlist, run_targets
 from dragoman_training.checkpoint import load_model
 from dragoman_training.config import ModelConfig
@@ -44,7 +46,7 @@ SIZE = 600
 
 
 class Model:
-    """A model of random weights, traced once."""
+    """A model of random weights."""
 
     def __init__(self, folder, *, tied, bias):
         torch.manual_seed(3)
@@ -58,29 +60,25 @@ class Model:
             target_vocab_size=SIZE,
             tied_embeddings=tied,
         )
-        model = Transformer(self.config).eval()
+        self.model = Transformer(self.config).eval()
         with torch.no_grad():
             if bias:
-                model.projection.bias.normal_()
-            for layer in model.decoder_layers():
+                self.model.projection.bias.normal_()
+            for layer in self.model.decoder_layers():
                 for parameter in layer.parameters():
                     parameter += 0.1 * torch.randn_like(parameter)
         self.folder = folder
-        self.writer = GraphWriter(model, folder)
-
-    def traced(self, part):
-        return getattr(self.writer, f"_traced_{part}")
 
 
 class Graphs:
     """Its int8 graphs without a shortlist and with one of a random table."""
 
     def __init__(self, model, *, static):
-        layers = [linear.name for part in ("encoder", "decoder") for linear in linears(model.traced(part))]
+        layers = [name for name, module in model.model.named_modules() if isinstance(module, torch.nn.Linear)]
         self.model = model
         self.ranges = {layer: Range(-4.0, 4.0) for layer in layers} if static else None
-        self.graphs = model.writer.write(INT8, self.ranges)
-        decoder, self.projection = model.writer.write_shortlist(self.ranges)
+        written = write_graphs(model.model, [INT8], self.ranges, model.folder, shortlist=True)
+        self.graphs, (decoder, self.projection) = written.sets[INT8], written.shortlist
         rng = np.random.default_rng(1)
         offsets = np.arange(41, dtype=np.int32) * 12
         tokens = rng.integers(4, SIZE, 40 * 12).astype(np.int32)
@@ -163,7 +161,7 @@ def test_another_projection_fails_the_export(models, name):
 
 def test_a_decoder_without_an_output_projection_at_its_end_has_no_shortlist(models):
     """The last product must have a column for each token."""
-    decoder = to_int8(models.model.traced("decoder"), models.ranges)
+    decoder = to_int8(trace(DecoderGraph(models.model.model), "decoder"), models.ranges)
     decoder.graph.output[0].type.tensor_type.shape.dim[1].dim_value = SIZE - 8
     with pytest.raises(ExportError, match=r"last product has 600 columns, its logits 592"):
         with_columns(decoder)
@@ -389,7 +387,7 @@ def test_inspect_shows_and_verifies_it(bundle, tmp_path, capsys):
         "graph for the shortlist, cpu, int8, golden set golden.shortlist.cpu.int8.jsonl",
         "word_error_rate_without",
         "shortlist.cpu.int8.onnx",
-        "golden sets reproduced: cpu/int8, cpu/fp32, cpu/int8 with the shortlist",
+        "reproduced here: cpu/int8, cpu/fp32, cpu/int8 with the shortlist",
     ):
         assert words in out, words
     copy = shutil.copytree(bundle.path, tmp_path / "copy")

@@ -1,9 +1,9 @@
 """Turn a checkpoint into a verified ONNX bundle.
 
 Traces encoder and decoder with fused attention, quantises them where asked, counts the nodes of each graph as exported
-and as ONNX Runtime optimises it, compares logits, layers and greedy output with PyTorch on the given sources, measures
-what each precision costs on a test set, and writes the bundle. If any check fails, nothing is written and the exit
-status is 2.
+and as ONNX Runtime optimises it, compares layers, logits, and greedy and beam output with PyTorch on the given sources,
+measures what each precision costs on a test set, and writes the bundle. If any check fails, nothing is written and the
+exit status is 2. What it is doing is told on stderr. Graphs lie in a hidden folder beside BUNDLE until that is whole.
 
 Precisions: fp32; int8, smaller and faster, and as exact about who shares a batch; w8, for the lowest latency of a lone
 request, whose answers may depend on the batch in their last digits; fp16, for CUDA, built and compared on the CPU here:
@@ -17,9 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -101,20 +106,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how many target tokens a source token brings into the shortlist (default: 50)",
     )
     parser.add_argument("--notice", type=Path, metavar="FILE", help="a licence notice to carry in the bundle")
+    parser.add_argument("--quiet", action="store_true", help="do not tell on stderr what is being done")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, or 2 with one line on stderr."""
+    """0, or 2 with one line on stderr. SIGTERM ends the process with 143, and nothing of the export stays."""
     from dragoman.errors import DragomanError
     from dragoman_export.errors import ExportError
     from dragoman_training.errors import TrainingError
 
     try:
-        _export(args)
+        with _ended_by_sigterm():
+            _export(args)
     except (ExportError, DragomanError, TrainingError, OSError) as error:
         print(f"dragoman export: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """In this block SIGTERM raises SystemExit, so that what was begun is removed on the way out. In the main thread."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _teller(*, quiet: bool) -> Callable[[str], None]:
+    """Tells on stderr what is being done, after how many seconds."""
+    started = time.monotonic()
+
+    def tell(what: str) -> None:
+        if not quiet:
+            print(f"{time.monotonic() - started:7.1f} s  {what}", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -144,7 +176,7 @@ def _export(args: argparse.Namespace) -> None:
     if args.shortlist_candidates is not None and args.shortlist is None:
         raise ExportError("--shortlist-candidates was given without --shortlist: give the training text, too")
     options = ExportOptions(
-        name=args.name or args.out.name,
+        name=(args.out.name or args.out.resolve().name) if args.name is None else args.name,
         version=args.model_version,
         targets=targets,
         sources=lines(args.sources),
@@ -156,10 +188,11 @@ def _export(args: argparse.Namespace) -> None:
         alignment=args.alignment,
         shortlist=_shortlist(args.shortlist, args.shortlist_candidates) if args.shortlist else None,
     )
-    _tell(export(load_model(args.checkpoint), options, args.out, overwrite=args.force))
+    checkpoint = load_model(args.checkpoint)
+    _report(export(checkpoint, options, args.out, overwrite=args.force, tell=_teller(quiet=args.quiet)))
 
 
-def _tell(result: ExportResult) -> None:
+def _report(result: ExportResult) -> None:
     from dragoman.inspection import describe_alignment, describe_shortlist, node_table
     from dragoman_export.verify import BEAM_SIZE
 
@@ -171,12 +204,14 @@ def _tell(result: ExportResult) -> None:
         for graph in (graphs.encoder, graphs.decoder):
             print("\n".join(node_table(graph)))
     skipped = f" ({result.num_skipped_sources} more are none that it accepts)" if result.num_skipped_sources else ""
+    shipped = {graphs.precision for graphs in manifest.graphs}
     for precision, proof in result.proofs.items():
         parity = proof.parity
         print(
-            f"{precision}: logits at most {parity.max_logit_difference:.2g} from PyTorch's at every step of ragged "
-            f"batches; of their size {parity.relative_logit_difference:.2g}, of a layer's at most "
-            f"{parity.relative_layer_difference:.2g}"
+            f"{precision}{'' if precision in shipped else ', the reference of the others, not in the bundle'}: logits "
+            f"at most {parity.max_logit_difference:.2g} from PyTorch's at every step of ragged batches; of their size "
+            f"{parity.relative_logit_difference:.2g}, of a layer's at most {parity.relative_layer_difference:.2g}, of "
+            f"what a layer reads at most {proof.graphs.parity['relative_input_difference']:.2g}"
         )
         print(
             f"  greedy: {parity.num_greedy_equal} of {parity.num_greedy_sources} answers{skipped} equal to PyTorch's, "
@@ -224,4 +259,11 @@ def _quality(path: Path) -> dict[str, float | str]:
         raise ExportError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ExportError(f"{path} holds no JSON object: give a file that `dragoman evaluate --json` wrote")
-    return {key: float(v) if isinstance(v, int) else v for key, v in data.items() if isinstance(v, int | float | str)}
+    figures = {
+        key: float(v) if isinstance(v, int) else v for key, v in data.items() if isinstance(v, int | float | str)
+    }
+    if not figures or not all(math.isfinite(v) for v in figures.values() if isinstance(v, float)):
+        raise ExportError(
+            f"{path} holds no figures, or one that is no number: give a file that `dragoman evaluate --json` wrote"
+        )
+    return figures

@@ -101,13 +101,16 @@ async def start_server() -> AsyncIterator[StartServer]:
         runner: ScriptedRunner | None = None,
         engine: EngineConfig | None = None,
         forced_pass: ForcedPass | None = None,
+        coverage: ForcedPass | None = None,
         **settings: Any,
     ) -> Running:
         config = ServerConfig(**{"host": "127.0.0.1", "port": 0, "metrics_port": 0, "drain_seconds": 30.0, **settings})
         runner = runner or ScriptedRunner()
         metrics = ServerMetrics()
         limits = TextLimits(config.max_text_bytes, config.max_segments)
-        model = scripted_model([runner], engine, limits, metrics.listener("scripted"), forced_pass=forced_pass)
+        model = scripted_model(
+            [runner], engine, limits, metrics.listener("scripted"), forced_pass=forced_pass, coverage=coverage
+        )
         server = Server([model], config, metrics)
         await server.start()
         target = f"127.0.0.1:{server.port}"

@@ -12,8 +12,9 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from dragoman.config import EngineConfig
-from dragoman.errors import OverloadedError
+from dragoman.errors import OverloadedError, ReplyTooLargeError
 from dragoman.testing import ScriptedRunner
+from dragoman.types import DecodingOptions
 from dragoman.v1 import generation_pb2 as pb
 
 GENERATE = "/dragoman.v1.GenerationService/Generate"
@@ -25,15 +26,18 @@ CHECK = "/grpc.health.v1.Health/Check"
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+IMPOSSIBLE_HERE = grpc.StatusCode.FAILED_PRECONDITION
 
 
 def request(**options: Any) -> bytes:
     return pb.GenerateRequest(text="abc", options=pb.DecodingOptions(**options)).SerializeToString()
 
 
-def unknown_option() -> bytes:
+def request_with(option: bytes) -> bytes:
+    """A request with an option as bytes of the wire."""
     message = pb.GenerateRequest(text="abc")
-    message.options.MergeFromString(b"\x98\x06\x01")  # field 99
+    message.options.MergeFromString(option)
     return message.SerializeToString()
 
 
@@ -42,7 +46,7 @@ BAD = {
     "cut message": (GENERATE, b"\x1a\x7fabc", INVALID, ["GenerateRequest"]),
     "text not UTF-8": (GENERATE, b"\x1a\x02\xff\xfe", INVALID, ["GenerateRequest"]),
     "unknown field": (GENERATE, b"\xf8\x06\x01", INVALID, ["GenerateRequest", "field 111"]),
-    "unknown option": (GENERATE, unknown_option(), INVALID, ["GenerateRequest.options", "field 99"]),
+    "unknown option": (GENERATE, request_with(b"\x98\x06\x01"), INVALID, ["GenerateRequest.options", "field 99"]),
     "unknown character": (GENERATE, b"\x1a\x03a1b", INVALID, ["'1'", "U+0031"]),
     "long text": (GENERATE, pb.GenerateRequest(text="é" * 600).SerializeToString(), INVALID, ["1200", "1000"]),
     "many lines": (GENERATE, pb.GenerateRequest(text="a\n" * 9).SerializeToString(), INVALID, ["more than 8 lines"]),
@@ -77,6 +81,31 @@ BAD = {
         request(suppress_sequences=[pb.TokenSequence(tokens=["a"]), pb.TokenSequence(tokens=["é", "b"])]),
         INVALID,
         ["suppress_sequences[1] names 'é'"],
+    ),
+    "token that never comes": (
+        GENERATE,
+        request(suppress_tokens=["<pad>"]),
+        INVALID,
+        ["suppress_tokens names '<pad>'"],
+    ),
+    "length penalty of nothing": (
+        GENERATE,
+        request(length_penalty=0.5),
+        INVALID,
+        ["length_penalty is 0.5", "beam_size"],
+    ),
+    "policy from the future": (GENERATE, request_with(b"\xc8\x01\x63"), INVALID, ["unknown_words is 99", "WORDS_COPY"]),
+    "bytes that there are not": (
+        GENERATE,
+        request(unknown_words=pb.UNKNOWN_WORDS_BYTE_FALLBACK),
+        IMPOSSIBLE_HERE,
+        ["unknown_words is byte_fallback", "no tokens for bytes"],
+    ),
+    "copies without an alignment": (
+        GENERATE,
+        request(unknown_words=pb.UNKNOWN_WORDS_COPY),
+        IMPOSSIBLE_HERE,
+        ["unknown_words is copy", "without an alignment graph", "export"],
     ),
     "empty sequence": (
         GENERATE,
@@ -214,8 +243,57 @@ async def test_a_reply_over_the_limit_is_a_clear_error(start_server):
     running = await start_server(max_message_bytes=2_000)
     requests = [pb.GenerateRequest(text="abcdefgh") for _ in range(20)]
     error = await running.refusal(BATCH, pb.BatchGenerateRequest(requests=requests).SerializeToString())
-    assert error.code() is INVALID
+    assert error.code() is EXHAUSTED
     assert "reply" in error.details() and "2000" in error.details()
+
+
+LARGE = pb.DecodingOptions(num_top_tokens=8)
+"""Of each token of an answer, some 100 bytes."""
+
+
+async def test_an_answer_that_is_too_large_ends_as_soon_as_that_is_certain(start_server):
+    """With its size, the limit and the remedy; the lines that were not begun by then are never decoded."""
+    runner = ScriptedRunner(num_slots=1)
+    running = await start_server(runner, max_message_bytes=10_000)
+    text = "\n".join(["a" * 40] * 8)
+    request = pb.GenerateRequest(text=text, options=LARGE)
+    error = await running.refusal(GENERATE, request.SerializeToString())
+    assert error.code() is EXHAUSTED
+    assert "the reply would have" in error.details() and "10000" in error.details() and "top tokens" in error.details()
+    assert not any(key == "retry" for key, _ in error.trailing_metadata())
+    assert len(runner.encoded) < 8
+    with pytest.raises(ReplyTooLargeError, match="ask for fewer lines"):
+        await running.client.generate(text, DecodingOptions(num_top_tokens=8))
+    assert (
+        await running.value("dragoman_requests_total", model="scripted", method="Generate", code="reply_too_large") == 2
+    )
+    assert (await running.client.generate("abc")).text == "abc"
+
+
+async def test_a_stream_whose_whole_answer_is_too_large_says_so_at_its_end(start_server):
+    """What fits came piece by piece; then a clear status, no broken stream."""
+    running = await start_server(ScriptedRunner(num_slots=1), max_message_bytes=6_000)
+    got = []
+    with pytest.raises(ReplyTooLargeError, match="6000"):
+        async for item in running.client.stream("\n".join(["abcdefgh" * 4] * 4), DecodingOptions(num_top_tokens=8)):
+            got.append(item)
+    assert "".join(item.delta for item in got if item.segment == 0) == "abcdefgh" * 4
+
+
+async def test_an_item_that_has_no_room_in_a_batch_fails_alone(start_server):
+    """The others keep their answers: those that came before it, and those that are smaller."""
+    running = await start_server(max_message_bytes=60_000)
+    items = [pb.GenerateRequest(text="a" * 40, options=LARGE) for _ in range(20)]
+    items += [pb.GenerateRequest(text="ab") for _ in range(10)]
+    reply = await running.call(BATCH, pb.BatchGenerateRequest(requests=items).SerializeToString())
+    assert len(reply) <= 60_000
+    found = pb.BatchGenerateResponse.FromString(reply).items
+    assert [item.response.text for item in found[20:]] == ["ab"] * 10
+    answered = [item for item in found[:20] if item.HasField("response")]
+    refused = [item.error for item in found[:20] if item.HasField("error")]
+    assert answered and {item.response.text for item in answered} == {"a" * 40}
+    assert refused and {error.code for error in refused} == {EXHAUSTED.value[0]}
+    assert all("the reply would have" in error.message and "items" in error.message for error in refused)
 
 
 async def test_a_wrong_type_of_message_with_a_known_shape_is_refused_or_answered_never_fatal(start_server):

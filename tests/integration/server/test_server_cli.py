@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from dragoman.cli import generate, score
-from dragoman.errors import ConfigError, ModelNotFoundError, NotReadyError
+from dragoman.errors import (
+    ConfigError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    ModelUnsupportedError,
+    NotReadyError,
+)
 
 STDIN = """
 import argparse, sys
@@ -43,6 +49,27 @@ async def test_texts_are_answered_line_by_line(start_server, capfdbinary):
     assert answer["segments"][0]["hypotheses"][0]["finish_reason"] == "stop"
     assert await run(running, "--stream", " abc\nde") == 0
     assert capfdbinary.readouterr().out == b" abc\nde\n"
+
+
+async def test_a_refused_text_costs_the_others_nothing(start_server, capfdbinary):
+    """An empty line in its place, the server's own words on stderr, exit status 1; --on-error stop ends there."""
+    running = await start_server()
+    assert await run(running, "abc", "a1", "xyz") == 1
+    out, err = capfdbinary.readouterr()
+    assert out == b"abc\n\nxyz\n" and err.startswith(b"dragoman generate: text 2: text holds '1'")
+    assert await run(running, "--on-error", "stop", "abc", "a1", "xyz") == 1
+    assert capfdbinary.readouterr().out == b"abc\n"
+
+
+async def test_what_the_model_cannot_do_is_told_once(start_server, capfdbinary):
+    """Not with each text: nothing is answered."""
+    running = await start_server()
+    with pytest.raises(InvalidRequestError, match="suppress_tokens names 'none'"):
+        await run(running, "--suppress-token", "none", "abc", "xyz")
+    with pytest.raises(ModelUnsupportedError, match="unknown_words is copy"):
+        await run(running, "--unknown-words", "copy", "abc", "xyz")
+    assert capfdbinary.readouterr() == (b"", b"")
+    assert running.runner.encoded == []
 
 
 async def test_all_there_is_to_know_is_in_the_json(start_server, capfdbinary):
@@ -90,15 +117,6 @@ async def test_what_a_server_serves_is_printed(start_server, capfdbinary):
         await run(running, "--model-info", "abc")
 
 
-async def test_a_refused_text_is_named_and_status_1(start_server, capfdbinary):
-    """The server's own words reach the person."""
-    running = await start_server()
-    assert await run(running, "abc", "a1") == 1
-    out, err = capfdbinary.readouterr()
-    assert out == b"abc\n"
-    assert err.startswith(b"dragoman generate: text 2: text holds '1'")
-
-
 async def test_a_wrong_model_or_target_is_an_error_of_the_command(start_server):
     """Not of each line in turn."""
     running = await start_server()
@@ -137,6 +155,8 @@ async def test_a_job_that_stops_early_does_not_wait_for_its_input(start_server):
         STDIN,
         "--target",
         f"127.0.0.1:{running.server.port}",
+        "--on-error",
+        "stop",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

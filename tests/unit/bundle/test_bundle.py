@@ -111,7 +111,7 @@ def test_every_flipped_bit_of_the_manifest_is_noticed(bundle):
 def test_another_format_version_says_what_to_do(bundle):
     """The message names both versions and the remedy."""
     rewrite(bundle, lambda data: data.update(format_version=7))
-    with pytest.raises(BundleError, match=r"format_version 7; this version of dragoman reads 3: export"):
+    with pytest.raises(BundleError, match=r"format_version 7; this version of dragoman reads 4: export"):
         ModelBundle.load(bundle.path)
 
 
@@ -119,6 +119,12 @@ def test_another_format_version_says_what_to_do(bundle):
     ("change", "message"),
     [
         (lambda d: d.pop("limits"), "limits"),
+        (lambda d: d.update(name=""), "name has 0 characters; it must have at least 1 and at most 128"),
+        (lambda d: d.update(version="1" * 129), "version has 129 characters"),
+        (lambda d: d.update(name="en\x00de"), r"name is 'en\\x00de': it may hold printable characters alone"),
+        (lambda d: d.update(version="1\n"), r"version is '1\\n': it may hold"),
+        (lambda d: d.update(name="en-de "), r"name is 'en-de ': .*no blank at an end"),
+        (lambda d: d.update(name="Wörter (zu Wörtern), 2½. Versuch"), None),
         (lambda d: d["special_ids"].pop("decoder_start"), "decoder_start"),
         (lambda d: d.update(surprise=1), "surprise"),
         (lambda d: d["model"].update(num_heads="two"), r"model.num_heads is 'two'; it must be int"),
@@ -153,7 +159,7 @@ def test_a_wrong_field_is_named(bundle, change, message):
         ModelBundle.load(bundle.path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"format_version": 3}', b"[" * 200_000])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"format_version": 4}', b"[" * 200_000])
 def test_a_manifest_that_is_none_is_refused(bundle, content):
     """Whatever stands in its place, the message names manifest.json."""
     (bundle.path / MANIFEST_NAME).write_bytes(content)
