@@ -11,6 +11,7 @@ server=         # its process id, empty when none runs
 server_work=    # a folder of its own: ready.json, server.log
 server_target=  # HOST:PORT of gRPC
 server_metrics= # URL of the metrics
+server_models=  # the names of what it serves, with blanks between them
 
 # start_server VENV: returns when the server answers SERVING; 1 with its log on stderr when it does not.
 start_server() {
@@ -32,7 +33,7 @@ start_server() {
     return 1
   fi
   # shellcheck disable=SC2034 # the scripts that source this file read them
-  read -r server_target server_metrics < <("$venv/bin/python" - "$server_work/ready.json" <<'PY'
+  read -r server_target server_metrics server_models < <("$venv/bin/python" - "$server_work/ready.json" <<'PY'
 import json
 import sys
 
@@ -46,7 +47,7 @@ with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as c
     health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
 if health.status != health_pb2.HealthCheckResponse.SERVING:
     sys.exit(f"the server is {health_pb2.HealthCheckResponse.ServingStatus.Name(health.status)}, not SERVING")
-print(f"{target} http://127.0.0.1:{ready['metrics_port']}/metrics")
+print(target, f"http://127.0.0.1:{ready['metrics_port']}/metrics", *ready["models"])
 PY
   ) || {
     show_server_log

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to a served model: makes .venv, starts the server on the embedded model, asks it a few words.
+# From a fresh clone to served models: makes .venv, starts the server on the embedded models, asks each a few things.
 #
 #   bash deploy/quickstart.sh          keeps serving until Ctrl-C
 #   bash deploy/quickstart.sh --once   stops after the answers, exit status 0
@@ -12,6 +12,8 @@
 set -euo pipefail
 
 words=(attention transformer queue giraffe language)
+sentences=("Where is the nearest station?" "I have two brothers and a sister." "She has never seen the sea.")
+streamed="The grey sloth tried to win a race but it was too slow."
 step=arguments advice="usage: bash deploy/quickstart.sh [--once]"
 interrupted=false
 
@@ -52,14 +54,41 @@ fi
 step=start advice="the server did not start; its log is above"
 start_server "$venv"
 
-step=generate advice="the server did not answer, see above"
-printf '%s\n' "${words[@]}" | "$venv/bin/dragoman" generate --target "$server_target" >"$server_work/answers" || {
-  show_server_log
-  exit 1
+# ask MODEL TEXT...: each text with its answer.
+ask() {
+  local model=$1
+  shift
+  printf '%s\n' "$@" | generate --model "$model" >"$server_work/answers"
+  paste -d '\t' <(printf '%s\n' "$@") "$server_work/answers" | while IFS=$'\t' read -r text answer; do
+    echo "$text -> $answer"
+  done
 }
-echo
-paste -d '\t' <(printf '%s\n' "${words[@]}") "$server_work/answers" | while IFS=$'\t' read -r word answer; do
-  echo "$word -> $answer"
+
+# generate OPTION...: through the server; its log is shown where that fails.
+generate() {
+  "$venv/bin/dragoman" generate --target "$server_target" "$@" || {
+    show_server_log
+    exit 1
+  }
+}
+
+step=generate advice="the server did not answer, see above" example=
+for model in $server_models; do
+  echo
+  case $model in
+    en-de)
+      echo "English to German ($model), the last one token by token:"
+      ask "$model" "${sentences[@]}"
+      printf '%s -> ' "$streamed"
+      generate --model "$model" --stream "$streamed"
+      example=${example:-"${sentences[0]}"}
+      ;;
+    g2p-en)
+      echo "English words to their pronunciation ($model):"
+      ask "$model" "${words[@]}"
+      example=${example:-"${words[3]}"}
+      ;;
+  esac
 done
 echo
 echo "metrics      $server_metrics"
@@ -67,8 +96,8 @@ if $once; then
   exit 0
 fi
 cat <<TEXT
-ask it       echo giraffe | $venv/bin/dragoman generate --target $server_target
-in process   echo giraffe | $venv/bin/dragoman generate
+ask it       $venv/bin/dragoman generate --target $server_target "$example"
+in process   $venv/bin/dragoman generate "$example"
 load test    $venv/bin/dragoman loadtest $server_target --rate 50 --duration 10
 TEXT
 

@@ -45,48 +45,69 @@ class AlignmentPoint:
 class Aligner:
     """Runs forced passes, one at a time. All methods belong to the event loop."""
 
-    def __init__(self, forced_pass: ForcedPass, max_waiting: int) -> None:
-        """``forced_pass`` is called in a thread. ``max_waiting``: answers that are promised at a time, at most."""
+    def __init__(self, forced_pass: ForcedPass, max_waiting: int, coverage: ForcedPass | None = None) -> None:
+        """Both passes are called in a thread. ``max_waiting``: passes that are promised at a time, at most.
+
+        ``coverage`` gives the last decoder layer's cross-attention, the mean of its heads, as T + 1 rows: one for each
+        token that is read, the start token first; None where there is no such pass.
+        """
         self._forced_pass = forced_pass
+        self._coverage = coverage
         self._max_waiting = max_waiting
         self._num_promised = 0
         self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aligner")
 
+    @property
+    def tells_coverage(self) -> bool:
+        """Whether ``coverage`` may be called."""
+        return self._coverage is not None
+
     @contextmanager
-    def room(self, num_answers: int) -> Generator[None]:
-        """Room for the answers of one request, from its admission to its end: what is admitted can be aligned.
+    def room(self, num_passes: int) -> Generator[None]:
+        """Room for the passes of one request, from its admission to its end: what is admitted can be computed.
 
         Raises OverloadedError where too many are promised already, InvalidRequestError where so many never find room.
         """
-        if num_answers > self._max_waiting:
+        if num_passes > self._max_waiting:
             raise InvalidRequestError(
-                f"return_alignment is set and the request is for {num_answers} answers; this server aligns "
-                f"{self._max_waiting} at a time: ask for fewer, or leave it unset"
+                f"the request takes forced passes for {num_passes} answers; this server aligns {self._max_waiting} at "
+                "a time: ask for fewer answers or beams, or leave return_alignment, coverage_penalty and unknown_words "
+                "unset"
             )
-        if self._num_promised + num_answers > self._max_waiting:
+        if self._num_promised + num_passes > self._max_waiting:
             raise OverloadedError(
                 f"{self._num_promised} answers are to be aligned already, the limit is {self._max_waiting}: retry "
-                "later, or without return_alignment"
+                "later, or without return_alignment, coverage_penalty and unknown_words"
             )
-        self._num_promised += num_answers
+        self._num_promised += num_passes
         try:
             yield
         finally:
-            self._num_promised -= num_answers
+            self._num_promised -= num_passes
 
     async def weights(self, source: TokenIds, tokens: TokenIds, deadline: float | None) -> FloatArray:
         """What ``ForcedPass`` returns. A cancelled call, if it still waits for its turn, is never computed.
 
         deadline: on ``time.monotonic``'s clock. Raises DeadlineError, and NotReadyError after ``close``.
         """
+        return await self._run(self._forced_pass, source, tokens, deadline)
+
+    async def coverage(self, source: TokenIds, tokens: TokenIds, deadline: float | None) -> FloatArray:
+        """The same for the pass that tells coverage: (T + 1, S)."""
+        assert self._coverage is not None
+        return await self._run(self._coverage, source, tokens, deadline)
+
+    async def _run(
+        self, forced_pass: ForcedPass, source: TokenIds, tokens: TokenIds, deadline: float | None
+    ) -> FloatArray:
         if self._closed:
             raise NotReadyError(_STOPPED)
         seconds = None if deadline is None else deadline - time.monotonic()
         try:
             if seconds is not None and seconds <= 0:
                 raise TimeoutError
-            work = asyncio.get_running_loop().run_in_executor(self._thread, self._forced_pass, source, tokens)
+            work = asyncio.get_running_loop().run_in_executor(self._thread, forced_pass, source, tokens)
             return await asyncio.wait_for(work, seconds)
         except TimeoutError as error:
             raise DeadlineError("the deadline passed before the finished answer was aligned") from error

@@ -21,11 +21,11 @@ class TextHypothesis:
     """One answer to one segment."""
 
     text: str
-    tokens: tuple[str, ...]  # with the prefix, without the end token
+    tokens: tuple[str, ...]  # with the prefix, without the end token; "<unk>" where the text has a copied word
     finish_reason: FinishReason
     # If scores were asked for: what answers are ranked by (of beam search, the sum of log-probabilities divided by
-    # length ** length_penalty, else the sum); the log-probability of each token behind the prefix, and of the end token
-    # if the model produced it; and their sum.
+    # length ** length_penalty, with the coverage penalty; else the sum); the log-probability of each token behind the
+    # prefix, and of the end token if the model produced it; and their sum.
     score: float | None = None
     token_scores: tuple[float, ...] | None = None
     log_probability: float | None = None

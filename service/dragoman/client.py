@@ -1,7 +1,8 @@
 """The typed client: text in, dataclasses out, errors as ``dragoman.errors``. ``AsyncClient``, and ``Client``.
 
 Both speak without encryption. A call without ``timeout`` (seconds) waits as long as the server does. Proxies that the
-environment names are not used: a target is dialled directly.
+environment names are not used: a target is dialled directly. An argument of a wrong type is an InvalidRequestError,
+before anything is sent.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dragoman.answer import TextResult, TextScore, TextUpdate
 from dragoman.errors import ConfigError, DragomanError, InvalidRequestError
 from dragoman.servicers import wire
 from dragoman.servicers.status import error_of, error_of_rpc
-from dragoman.types import DecodingOptions
+from dragoman.types import MAX_PRIORITY, DecodingOptions
 from dragoman.v1 import generation_pb2 as pb
 from dragoman.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -31,6 +32,9 @@ _OPTIONS: Final = [
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
 _GREEDY: Final = DecodingOptions()
+
+MAX_TIMEOUT_SECONDS: Final = 1_000_000_000
+"""Thirty years. From some 7 times this on, gRPC's clock overflows, and takes the deadline for one that has passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,8 @@ class ModelInfo:
 
 @contextmanager
 def _dial(target: str) -> Iterator[None]:
+    if not isinstance(target, str):
+        raise ConfigError(f"target is {target!r:.100}; it must be a text, HOST:PORT")
     try:
         yield
     except UnicodeError as error:
@@ -124,7 +130,7 @@ class AsyncClient:
         """The answer to one text. Cancelling the task cancels the work on the server."""
         request = _request(text, options, request_id, priority, self._model, self._version)
         with _dragoman_errors():
-            return _result(await self._stub.Generate(request, timeout=timeout))
+            return _result(await self._stub.Generate(request, timeout=_seconds(timeout)))
 
     async def stream(
         self,
@@ -137,7 +143,7 @@ class AsyncClient:
     ) -> AsyncGenerator[TextUpdate | ServedResult]:
         """The answer piece by piece; the whole of it last. Closing the generator cancels the work on the server."""
         request = _request(text, options, request_id, priority, self._model, self._version)
-        call = self._stub.StreamGenerate(request, timeout=timeout)
+        call = self._stub.StreamGenerate(request, timeout=_seconds(timeout))
         try:
             with _dragoman_errors():
                 async for message in call:
@@ -156,7 +162,7 @@ class AsyncClient:
         """The answers to many texts, in order; a text that failed alone has its error in its place."""
         request = _batch_request(texts, options, priority, self._model, self._version)
         with _dragoman_errors():
-            return _batch_results(await self._stub.BatchGenerate(request, timeout=timeout))
+            return _batch_results(await self._stub.BatchGenerate(request, timeout=_seconds(timeout)))
 
     async def score(
         self, text: str, target: str, *, request_id: str = "", priority: int = 0, timeout: float | None = None
@@ -164,13 +170,13 @@ class AsyncClient:
         """How probable the model finds ``target`` as the answer to ``text``, each of one line."""
         request = _score_request(text, target, request_id, priority, self._model, self._version)
         with _dragoman_errors():
-            return _score(await self._stub.Score(request, timeout=timeout))
+            return _score(await self._stub.Score(request, timeout=_seconds(timeout)))
 
     async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """What the model is."""
-        request = pb.GetModelRequest(model=self._model, version=self._version)
+        request = _model_request(self._model, self._version)
         with _dragoman_errors():
-            return _model_info(await self._stub.GetModel(request, timeout=timeout))
+            return _model_info(await self._stub.GetModel(request, timeout=_seconds(timeout)))
 
 
 class Client:
@@ -207,7 +213,7 @@ class Client:
         """As ``AsyncClient.generate``."""
         request = _request(text, options, request_id, priority, self._model, self._version)
         with _dragoman_errors():
-            return _result(self._stub.Generate(request, timeout=timeout))
+            return _result(self._stub.Generate(request, timeout=_seconds(timeout)))
 
     def stream(
         self,
@@ -220,7 +226,7 @@ class Client:
     ) -> Iterator[TextUpdate | ServedResult]:
         """As ``AsyncClient.stream``."""
         request = _request(text, options, request_id, priority, self._model, self._version)
-        call = self._stub.StreamGenerate(request, timeout=timeout)
+        call = self._stub.StreamGenerate(request, timeout=_seconds(timeout))
         try:
             with _dragoman_errors():
                 for message in call:
@@ -239,7 +245,7 @@ class Client:
         """As ``AsyncClient.batch``."""
         request = _batch_request(texts, options, priority, self._model, self._version)
         with _dragoman_errors():
-            return _batch_results(self._stub.BatchGenerate(request, timeout=timeout))
+            return _batch_results(self._stub.BatchGenerate(request, timeout=_seconds(timeout)))
 
     def score(
         self, text: str, target: str, *, request_id: str = "", priority: int = 0, timeout: float | None = None
@@ -247,13 +253,13 @@ class Client:
         """As ``AsyncClient.score``."""
         request = _score_request(text, target, request_id, priority, self._model, self._version)
         with _dragoman_errors():
-            return _score(self._stub.Score(request, timeout=timeout))
+            return _score(self._stub.Score(request, timeout=_seconds(timeout)))
 
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """As ``AsyncClient.model_info``."""
-        request = pb.GetModelRequest(model=self._model, version=self._version)
+        request = _model_request(self._model, self._version)
         with _dragoman_errors():
-            return _model_info(self._stub.GetModel(request, timeout=timeout))
+            return _model_info(self._stub.GetModel(request, timeout=_seconds(timeout)))
 
 
 @contextmanager
@@ -274,9 +280,41 @@ def _packing() -> Generator[None]:
         raise InvalidRequestError(f"the request cannot be sent: {error}") from error
 
 
+def _check_texts(**values: object) -> None:
+    """Raises InvalidRequestError for what is no text."""
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise InvalidRequestError(f"{name} is {value!r:.100}; it must be a text")
+
+
+def _check_priority(priority: object) -> None:
+    """Raises InvalidRequestError for what is no whole number, and for one that the message has no place for."""
+    if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority is {priority!r:.100}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
+
+
+def _seconds(timeout: object) -> float | None:
+    """A call's timeout. Raises InvalidRequestError."""
+    if timeout is None:
+        return None
+    # So written that NaN is refused, too.
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not is_number or not abs(timeout) <= MAX_TIMEOUT_SECONDS:
+        raise InvalidRequestError(
+            f"timeout is {timeout!r:.100}; it must be a number of seconds, at most {MAX_TIMEOUT_SECONDS}, or None"
+        )
+    return timeout
+
+
 def _request(
     text: str, options: DecodingOptions, request_id: str, priority: int, model: str, version: str
 ) -> pb.GenerateRequest:
+    _check_texts(text=text, request_id=request_id, model=model, version=version)
+    _check_priority(priority)
+    if not isinstance(options, DecodingOptions):
+        raise InvalidRequestError(f"options is {options!r:.100}; it must be a dragoman.types.DecodingOptions")
     with _packing():
         return pb.GenerateRequest(
             model=model,
@@ -291,14 +329,24 @@ def _request(
 def _batch_request(
     texts: Sequence[str], options: DecodingOptions, priority: int, model: str, version: str
 ) -> pb.BatchGenerateRequest:
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise InvalidRequestError(f"texts is {texts!r:.100}; it must be a list of texts")
+    _check_texts(**{f"texts[{index}]": text for index, text in enumerate(texts)})
     return pb.BatchGenerateRequest(requests=[_request(text, options, "", priority, model, version) for text in texts])
 
 
 def _score_request(text: str, target: str, request_id: str, priority: int, model: str, version: str) -> pb.ScoreRequest:
+    _check_texts(text=text, target=target, request_id=request_id, model=model, version=version)
+    _check_priority(priority)
     with _packing():
         return pb.ScoreRequest(
             model=model, version=version, text=text, target=target, request_id=request_id, priority=priority
         )
+
+
+def _model_request(model: str, version: str) -> pb.GetModelRequest:
+    _check_texts(model=model, version=version)
+    return pb.GetModelRequest(model=model, version=version)
 
 
 def _result(message: pb.GenerateResponse) -> ServedResult:

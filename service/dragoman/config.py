@@ -11,6 +11,8 @@ from dragoman.errors import ConfigError
 DEFAULT_MODEL = "g2p-en"
 DEFAULT_PORT = 50051
 DEFAULT_METRICS_PORT = 9464
+PROVIDERS = ("cpu", "cuda", "cuda-dry")
+"""Where graphs can run. ``cuda-dry`` does what ``cuda`` does, with its graphs and buffers, on the CPU: for tests."""
 
 
 def embedded_models() -> list[str]:
@@ -52,12 +54,27 @@ class EngineConfig:
     max_encode_tokens: int = 4096  # source tokens, padding included, of one encoder run
     max_kv_cache_bytes: int = 2 << 30  # per replica; a model whose limits could exceed it is not served
     stuck_seconds: float = 30.0  # a step that takes longer means a hung engine
+    share_equal: bool = True  # requests of one caller for the same answer, at the same time, are computed once
 
     def __post_init__(self) -> None:
         check_counts(self, num_slots=1 << 16, num_replicas=256, num_threads=1024, max_waiting=1 << 24)
         check_counts(self, max_encode_tokens=1 << 30, max_kv_cache_bytes=1 << 50)
         if not self.stuck_seconds > 0:
             raise ConfigError(f"stuck_seconds is {self.stuck_seconds}; it must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """How a GPU is used; matters to the providers ``cuda`` and ``cuda-dry`` alone."""
+
+    device_id: int = 0  # as CUDA counts them
+    mem_limit_bytes: int = 0  # of the GPU's memory, that a model may take; 0: all of it
+    cuda_graphs: bool = True  # capture a step's kernels once, and replay them
+
+    def __post_init__(self) -> None:
+        for name, limit in (("device_id", 1 << 10), ("mem_limit_bytes", 1 << 50)):
+            if not 0 <= (value := getattr(self, name)) <= limit:
+                raise ConfigError(f"{name} is {value}; it must be from 0 to {limit}")
 
 
 @dataclass(frozen=True, slots=True)

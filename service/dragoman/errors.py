@@ -6,6 +6,7 @@
     ├─ RequestError
     │  ├─ InvalidRequestError        invalid_request      INVALID_ARGUMENT
     │  ├─ SourceTooLongError         source_too_long      INVALID_ARGUMENT
+    │  ├─ ReplyTooLargeError         reply_too_large      RESOURCE_EXHAUSTED (no retry helps)
     │  ├─ ModelNotFoundError         model_not_found      NOT_FOUND
     │  ├─ UnsupportedError           unsupported          UNIMPLEMENTED
     │  │  └─ ModelUnsupportedError   model_unsupported    FAILED_PRECONDITION
@@ -63,6 +64,12 @@ class SourceTooLongError(RequestError):
 
 class ImpossibleError(InvalidRequestError):
     """A request's constraints exclude each other, which shows while it is decoded: no token is left that may come."""
+
+
+class ReplyTooLargeError(RequestError):
+    """The answer has more bytes than the server sends in one message."""
+
+    code = "reply_too_large"
 
 
 class ModelNotFoundError(RequestError):

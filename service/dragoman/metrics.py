@@ -61,6 +61,9 @@ class ServerMetrics:
         self._expired = self._counter(
             "requests_expired_in_queue", "Sequences whose deadline passed before they reached the model.", "model"
         )
+        self._shared = self._counter(
+            "requests_shared", "Sequences that ended well on rows of an equal one that was being decoded.", "model"
+        )
         self._source_tokens = self._counter("source_tokens", "Source tokens of sequences that ended well.", "model")
         self._generation_tokens = self._counter(
             "generation_tokens", "Tokens generated for sequences that ended well.", "model"
@@ -146,6 +149,7 @@ class ModelMetrics:
         self._step_tokens = {phase: metrics._step_tokens.labels(model, phase) for phase in phases}
         self._padded_tokens = {phase: metrics._padded_tokens.labels(model, phase) for phase in phases}
         self._expired = metrics._expired.labels(model)
+        self._shared = metrics._shared.labels(model)
         self._source_tokens = metrics._source_tokens.labels(model)
         self._generation_tokens = metrics._generation_tokens.labels(model)
         self._queue_time = metrics._queue_time.labels(model)
@@ -171,6 +175,8 @@ class ModelMetrics:
         if stats.code != "ok":
             return
         self._success.labels(self._model, stats.finish_reason).inc()
+        if stats.shared:
+            self._shared.inc()
         self._source_tokens.inc(stats.num_source_tokens)
         self._generation_tokens.inc(stats.num_generated_tokens)
         self._queue_time.observe(stats.timing.queue_seconds)

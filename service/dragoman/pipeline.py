@@ -16,8 +16,16 @@ from dragoman import document
 from dragoman.alignment import Aligner, AlignmentPoint, points
 from dragoman.answer import TextHypothesis, TextResult, TextScore, TextSegment, TextUpdate, TopToken
 from dragoman.bundle import Manifest
+from dragoman.coverage import coverage_penalty
 from dragoman.engine.engine import Engine, Stream
-from dragoman.errors import DragomanError, InvalidRequestError, ModelUnsupportedError, SourceTooLongError
+from dragoman.errors import (
+    DragomanError,
+    ImpossibleError,
+    InvalidRequestError,
+    ModelUnsupportedError,
+    SourceTooLongError,
+)
+from dragoman.explanation import Side, TokenAttention
 from dragoman.resolver import Resolved, Resolver, Terms
 from dragoman.stops import AnswerReader
 from dragoman.tokenizer import SourceTokenizer, TargetTokenizer, lone_surrogate
@@ -29,7 +37,9 @@ from dragoman.types import (
     HypothesisResult,
     Timing,
     TokenIds,
+    UnknownWords,
 )
+from dragoman.vocabulary import UNK_ID
 
 _NO_TERMS: Final = Terms()
 
@@ -151,12 +161,60 @@ class TextPipeline:
             stream.cancel()
         raise AssertionError("a stream ends with its result")
 
+    async def attend(self, text: str, answer: str | None = None) -> TokenAttention:
+        """Where the model looks in ``text`` for each token of ``answer``, or of its own one; each of one line.
+
+        Raises DragomanError: for a model that cannot align, and where there is nothing to look at.
+        """
+        if self._aligner is None:
+            raise ModelUnsupportedError(
+                "this model was exported without an alignment graph, which tells where it looks: export it again with "
+                "dragoman export --alignment"
+            )
+        line = self._line(text, "text")
+        source = self._resolver.source(line) if line else None
+        if source is None:
+            raise InvalidRequestError("text is blank: give one with something to look at")
+        if answer is None:
+            result = await self.generate(line, DecodingOptions())
+            tokens = self._target_tokenizer.ids(result.segments[0].hypotheses[0].tokens, "answer")
+        else:
+            tokens = self._resolver.scoring(source, self._line(answer, "answer"), _NO_TERMS).prefix
+        if not tokens:
+            raise InvalidRequestError("the answer is empty: there is nothing to look for")
+        own = self._source_tokenizer.own(source)
+        names = self._source_tokenizer.tokens(source)
+        spans = self._source_tokenizer.spans(line)
+        return TokenAttention(
+            source=Side(line, tuple(names[own]), tuple(spans), self._source_tokenizer.marks_words),
+            target=Side(
+                self._target_tokenizer.decode(tokens),
+                tuple(self._target_tokenizer.tokens(tokens)),
+                tuple(self._target_tokenizer.spans(tokens)),
+                self._target_tokenizer.vocabulary.marks_words,
+            ),
+            before=tuple(names[: own.start]),
+            after=tuple(names[own.stop :]),
+            weights=await self._aligner.weights(source, tokens, None),
+        )
+
     def _resolve(self, options: DecodingOptions) -> Resolved:
         """What this model makes of the options. Raises InvalidRequestError and ModelUnsupportedError."""
         if options.return_alignment and self._aligner is None:
             raise ModelUnsupportedError(
                 "return_alignment is set; this model was exported without an alignment graph: leave it unset, or "
                 "export the model again with dragoman export --alignment"
+            )
+        if options.unknown_words == UnknownWords.COPY and self._aligner is None:
+            raise ModelUnsupportedError(
+                "unknown_words is copy; this model was exported without an alignment graph, which tells what to copy: "
+                "leave it unset, or export the model again with dragoman export --alignment"
+            )
+        if options.coverage_penalty != 0 and (self._aligner is None or not self._aligner.tells_coverage):
+            raise ModelUnsupportedError(
+                f"coverage_penalty is {options.coverage_penalty}; this model was exported without an alignment graph, "
+                "which tells how much attention source tokens got: leave it unset, or export the model again with "
+                "dragoman export --alignment"
             )
         return self._resolver.resolve(options)
 
@@ -180,9 +238,14 @@ class TextPipeline:
         return segments
 
     def _room_to_align(self, options: DecodingOptions, num_segments: int) -> AbstractContextManager[None]:
-        if self._aligner is None or not options.return_alignment:
+        num_passes = 0
+        if options.return_alignment or options.unknown_words == UnknownWords.COPY:
+            num_passes += options.num_hypotheses
+        if options.coverage_penalty != 0:
+            num_passes += options.num_awaited
+        if self._aligner is None or not num_passes:
             return nullcontext()
-        return self._aligner.room(num_segments * options.num_hypotheses)
+        return self._aligner.room(num_segments * num_passes)
 
     def _requests(
         self, segments: Sequence[document.Segment], resolved: Resolved, terms: Terms
@@ -191,8 +254,8 @@ class TextPipeline:
 
         There is no request for a segment of which the tokenizer keeps nothing, such as one zero-width blank.
         """
-        self._engine.check_room(len(segments), terms.caller)
-        sources = [self._resolver.source(segment.text) for segment in segments]
+        self._engine.check_room(len(segments), terms.caller, terms.priority)
+        sources = [self._resolver.source(segment.text, resolved.options.unknown_words) for segment in segments]
         return [None if source is None else self._resolver.request(resolved, source, terms) for source in sources]
 
     def _line(self, text: str, name: str) -> str:
@@ -200,7 +263,7 @@ class TextPipeline:
         self._check_size(text, name)
         segments = document.split(text, 1)
         if len(segments) > 1:
-            raise InvalidRequestError(f"{name} has more than one line; a score is of one: send each by itself")
+            raise InvalidRequestError(f"{name} has more than one line, where one is wanted: send each by itself")
         return segments[0].text if segments else ""
 
     def _check_size(self, text: str, name: str) -> None:
@@ -224,9 +287,9 @@ class TextPipeline:
     ) -> None:
         """Detokenize one segment's stream into the shared queue."""
         try:
-            sent, result = await self._follow(index, request, stream, items, options)
+            sent, result = await self._follow(index, segment, request, stream, items, options)
             # From here on, what was read so far does not matter: the answer is the same however it came.
-            written = self._written(options, request, result.hypotheses)
+            written = await self._written(segment, options, request, result.hypotheses)
             hypotheses = []
             for number, (hypothesis, tokens) in enumerate(written):
                 if options.return_alignment:
@@ -246,55 +309,100 @@ class TextPipeline:
     async def _follow(
         self,
         index: int,
+        segment: document.Segment,
         request: GenerationRequest,
         stream: Stream,
         items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception],
         options: DecodingOptions,
     ) -> tuple[str, GenerationResult]:
-        """Pass on a stream's text as it comes. Returns what was passed on, and the result.
+        """Pass on a stream's text as it comes, up to the first word that is to be copied: which, the end tells.
 
-        An answer that had reached a stop text before it failed is a good one, however late the engine learned of it.
+        Returns what was passed on, and the result.
         """
-        reader = AnswerReader(self._target_tokenizer, len(request.prefix), options.stop)
+        copied = None if options.unknown_words == UnknownWords.COPY else ()
+        reader = AnswerReader(self._target_tokenizer, len(request.prefix), options.stop, copied)
         stops_early = options.beam_size == 1 and options.num_hypotheses == 1
         sent = ""
-        try:
-            async for update in stream:
-                if update.result is not None:
-                    return sent, update.result
-                delta = reader.push(update.tokens)
-                sent += delta
-                if delta:
-                    items.put_nowait(TextUpdate(index, 0, delta))
-                if reader.stopped and stops_early:
-                    stream.stop()
-        except DragomanError:
-            result = stream.partial
-            if not options.stop or result is None:
-                raise
-            ((answer, _),) = self._written(options, request, result.hypotheses)
-            if answer.finish_reason is not FinishReason.STOP_SEQUENCE:
-                raise
-            return sent, result
+        async for update in stream:
+            if update.result is not None:
+                return sent, update.result
+            delta = reader.push(update.tokens)
+            sent += delta
+            if delta:
+                items.put_nowait(TextUpdate(index, 0, delta))
+            if reader.stopped and stops_early:
+                stream.stop()
         raise AssertionError("a stream ends with its result")
 
-    def _written(
-        self, options: DecodingOptions, request: GenerationRequest, found: tuple[HypothesisResult, ...]
+    async def _written(
+        self,
+        segment: document.Segment,
+        options: DecodingOptions,
+        request: GenerationRequest,
+        found: tuple[HypothesisResult, ...],
     ) -> list[tuple[TextHypothesis, TokenIds]]:
-        """The answers, best first, each with its tokens: cut at stop strings, and then ranked by what is left."""
-        written = [self._write(options, request, one) for one in found]
-        if options.stop and not options.return_alternatives:
+        """The answers, best first, each with its tokens: cut at stop strings, and then ranked by what is left.
+
+        An answer that had reached a stop text before it failed is a good one. A beam that had not, and may choose
+        nothing, is dropped, as ever; whatever else failed fails the request.
+        """
+        written: list[tuple[TextHypothesis, TokenIds]] = []
+        errors: list[DragomanError] = []
+        for one in found:
+            copied = await self._copied(segment, options, request, one.tokens)
+            answer, tokens = self._write(options, request, one, copied)
+            if one.error is not None and answer.finish_reason is not FinishReason.STOP_SEQUENCE:
+                errors.append(one.error)
+                continue
+            if options.coverage_penalty != 0:
+                answer = await self._covered(options, request, answer, tokens)
+            written.append((answer, tokens))
+        may_drop = options.beam_size > 1 and len(written) > 0
+        if failures := [error for error in errors if not (may_drop and isinstance(error, ImpossibleError))]:
+            raise failures[0]
+        if (options.stop and not options.return_alternatives) or options.coverage_penalty != 0:
             written.sort(key=lambda one: -(one[0].score or 0.0))
+        del written[options.num_hypotheses :]
         if options.return_scores:
             return written
         return [
             (replace(answer, score=None, token_scores=None, log_probability=None), tokens) for answer, tokens in written
         ]
 
+    async def _covered(
+        self, options: DecodingOptions, request: GenerationRequest, answer: TextHypothesis, tokens: TokenIds
+    ) -> TextHypothesis:
+        """The answer with the coverage penalty in its score: of the steps that produced what it has."""
+        assert self._aligner is not None and answer.score is not None
+        weights = await self._aligner.coverage(request.source, tokens, request.deadline)  # (T + 1, S)
+        num_steps = len(tokens) + (answer.finish_reason is FinishReason.STOP)
+        penalty = options.coverage_penalty * coverage_penalty(weights[:num_steps])
+        return replace(answer, score=answer.score + penalty)
+
+    async def _copied(
+        self, segment: document.Segment, options: DecodingOptions, request: GenerationRequest, tokens: TokenIds
+    ) -> list[str]:
+        """What each ``<unk>`` of an answer stands for, as it was typed.
+
+        Of the unknown words of the source, that which the model looked at most; where there is none, of all its tokens.
+        """
+        if options.unknown_words != UnknownWords.COPY or UNK_ID not in tokens:
+            return []
+        assert self._aligner is not None
+        weights = await self._aligner.weights(request.source, tokens, request.deadline)  # (T, S)
+        own = self._source_tokenizer.own(request.source)
+        spans = self._source_tokenizer.spans(segment.text)
+        places = [place for place, token in enumerate(request.source[own]) if token == UNK_ID]
+        # A token that is but a blank has nothing to copy.
+        places = places or [place for place, (start, end) in enumerate(spans) if start < end]
+        best = weights[:, own][:, places].argmax(axis=1).tolist()
+        copied = [spans[places[i]] for i, token in zip(best, tokens, strict=True) if token == UNK_ID]
+        return [segment.text[start:end] for start, end in copied]
+
     def _write(
-        self, options: DecodingOptions, request: GenerationRequest, found: HypothesisResult
+        self, options: DecodingOptions, request: GenerationRequest, found: HypothesisResult, copied: list[str]
     ) -> tuple[TextHypothesis, TokenIds]:
-        reader = AnswerReader(self._target_tokenizer, len(request.prefix), options.stop)
+        reader = AnswerReader(self._target_tokenizer, len(request.prefix), options.stop, copied)
         text = reader.push(found.tokens) + reader.close()
         tokens = found.tokens[: reader.num_tokens]
         score, scores, top = found.score, found.token_scores, found.top

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Final
 
 from dragoman.bundle import Manifest
 from dragoman.engine.repetition import repeats
-from dragoman.errors import InvalidRequestError, SourceTooLongError
+from dragoman.errors import InvalidRequestError, ModelUnsupportedError, SourceTooLongError
 from dragoman.tokenizer import SourceTokenizer, TargetTokenizer
-from dragoman.types import DecodingOptions, GenerationRequest, SearchOptions, Steering, TokenIds
-
-MAX_PRIORITY: Final = 10
-"""And at least its negative: each priority in use has a line of its own in the queue."""
+from dragoman.types import (
+    MAX_PRIORITY,
+    DecodingOptions,
+    GenerationRequest,
+    SearchOptions,
+    Steering,
+    TokenIds,
+    UnknownWords,
+)
+from dragoman.vocabulary import UNK_ID
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +55,20 @@ class Resolver:
     def __init__(self, manifest: Manifest, source: SourceTokenizer, target: TargetTokenizer, num_slots: int) -> None:
         """``num_slots`` is how many rows one request may take."""
         self._limits = manifest.limits
+        self._unknown_policy = manifest.unknown_policy
+        self._eos = manifest.special_ids.eos
+        self._never_generated = frozenset(manifest.special_ids.never_generated)
         self._source, self._target = source, target
         self._num_slots = num_slots
         # Beams and alternatives part at the first token: there must be as many to choose from, the end token left out.
-        self._num_choices = manifest.model.target_vocab_size - len(set(manifest.special_ids.never_generated)) - 1
+        self._num_choices = manifest.model.target_vocab_size - len(self._never_generated) - 1
 
-    def source(self, text: str) -> TokenIds | None:
+    def source(self, text: str, unknown_words: UnknownWords | None = None) -> TokenIds | None:
         """A segment as the model reads it; None for one of which the tokenizer keeps nothing.
 
         Raises InvalidRequestError and SourceTooLongError.
         """
-        source = self._source.encode(text)
+        source = self._source.encode(text, unknown_words)
         if source == self._source.empty:
             return None
         if len(source) > self._limits.max_source_tokens:
@@ -90,6 +98,7 @@ class Resolver:
             patience=options.patience,
             num_hypotheses=options.num_hypotheses,
             length_penalty=options.length_penalty,
+            coverage_penalty=options.coverage_penalty,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
@@ -99,7 +108,7 @@ class Resolver:
         )
 
     def steering(self, options: DecodingOptions) -> Steering | None:
-        """What may come; None for anything. Raises InvalidRequestError for tokens that there are not."""
+        """What may come; None for anything. Raises InvalidRequestError for tokens that there are not, or never come."""
         steering = Steering(
             min_new_tokens=options.min_new_tokens,
             suppressed=self._target.ids(options.suppress_tokens, "suppress_tokens"),
@@ -109,8 +118,36 @@ class Resolver:
             ),
             repetition_penalty=options.repetition_penalty,
             no_repeat_ngram_size=options.no_repeat_ngram_size,
+            allowed=(UNK_ID,) if options.unknown_words == UnknownWords.COPY else (),
         )
+        self._check_suppressed(steering)
         return None if steering == Steering() else steering
+
+    def _check_suppressed(self, steering: Steering) -> None:
+        """What never comes anyway cannot be suppressed: a caller who names it means something else."""
+        if UNK_ID in steering.suppressed and UNK_ID in steering.allowed:
+            raise InvalidRequestError(
+                "suppress_tokens names '<unk>' and unknown_words is copy, which puts source words in its place: choose "
+                "one"
+            )
+        never = self._never_generated - set(steering.allowed)
+        sequences = enumerate(steering.suppressed_sequences)
+        places = [
+            ("suppress_tokens", steering.suppressed),
+            *((f"suppress_sequences[{i}]", ids) for i, ids in sequences),
+        ]
+        for name, ids in places:
+            if unheard := [token for token in ids if token in never]:
+                raise InvalidRequestError(
+                    f"{name} names {self._target.tokens(unheard)[0]!r}, which no answer of this model ever has: leave "
+                    "it out"
+                )
+        for index, ids in enumerate(steering.suppressed_sequences):
+            if self._eos in ids[:-1]:
+                raise InvalidRequestError(
+                    f"suppress_sequences[{index}] has {self._target.tokens((self._eos,))[0]!r} before its end, behind "
+                    "which nothing comes: leave it out"
+                )
 
     def prefix(self, options: DecodingOptions) -> TokenIds:
         """The tokens of ``target_prefix``. Raises InvalidRequestError, also where no room is left behind it."""
@@ -129,8 +166,23 @@ class Resolver:
             )
         return prefix
 
+    def _check_unknown_words(self, wanted: UnknownWords | None) -> None:
+        """Raises ModelUnsupportedError for a policy that the source vocabulary cannot serve."""
+        spells = self._unknown_policy == "byte_fallback"
+        if wanted == UnknownWords.BYTE_FALLBACK and not spells:
+            raise ModelUnsupportedError(
+                "unknown_words is byte_fallback; this model's source vocabulary has no tokens for bytes: leave it "
+                "unset, or train the model with byte_fallback"
+            )
+        if wanted in (UnknownWords.COPY, UnknownWords.SUPPRESS) and spells:
+            raise ModelUnsupportedError(
+                f"unknown_words is {wanted}; to this model no word is unknown, as it spells in bytes what its source "
+                "vocabulary lacks: leave it unset"
+            )
+
     def resolve(self, options: DecodingOptions) -> Resolved:
-        """What all segments of a text have in common. Raises InvalidRequestError."""
+        """What all segments of a text have in common. Raises InvalidRequestError and ModelUnsupportedError."""
+        self._check_unknown_words(options.unknown_words)
         prefix = self.prefix(options)
         most = self._limits.max_new_tokens - len(prefix)
         max_new_tokens = min(options.max_new_tokens or most, most)
@@ -157,8 +209,11 @@ class Resolver:
         return GenerationRequest(
             source=source,
             max_new_tokens=max_new_tokens,
-            # Where stop strings cut them, several answers are ranked anew.
-            return_scores=options.return_scores or (bool(options.stop) and options.num_hypotheses > 1),
+            # Where stop strings cut them, several answers are ranked anew; so are those with a coverage penalty.
+            return_scores=options.return_scores
+            or (bool(options.stop) and max(options.num_hypotheses, options.beam_size) > 1)
+            or options.coverage_penalty != 0,
+            stop=options.stop,
             deadline=terms.deadline,
             prefix=resolved.prefix,
             search=resolved.search,

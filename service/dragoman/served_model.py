@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dragoman.alignment import Aligner, ForcedPass
 from dragoman.bundle import GoldenCase, GraphSet, Manifest, ModelBundle, Shortlist, TokenizerEntry
-from dragoman.config import EngineConfig
+from dragoman.config import DeviceConfig, EngineConfig
 from dragoman.engine.engine import Engine
 from dragoman.engine.kv import kv_cache_bytes
 from dragoman.engine.replica import TokenRules, generate_all
@@ -18,6 +21,15 @@ from dragoman.pipeline import TextLimits, TextPipeline
 from dragoman.tokenizer import SourceTokenizer, TargetTokenizer
 from dragoman.types import GenerationRequest, GenerationResult, Runner, StatsListener
 from dragoman.vocabulary import Vocabulary, load_vocabulary
+
+if TYPE_CHECKING:
+    from dragoman.engine.device_memory import MemoryPlan
+    from dragoman.engine.device_runner import DeviceRunner, Progress
+    from dragoman.engine.runner import OrtRunner
+
+
+GRAPHS = {"cuda-dry": "cuda"}
+"""The graphs that a provider runs, where they are another's."""
 
 
 class ServedModel:
@@ -30,8 +42,12 @@ class ServedModel:
         engine: Engine,
         pipeline: TextPipeline,
         shortlist: Shortlist | None = None,
+        plan: MemoryPlan | None = None,
     ) -> None:
-        """``shortlist``: what answers are restricted by; None where they are not."""
+        """``shortlist``: what answers are restricted by; None where they are not.
+
+        ``plan``: what a replica takes of the device's memory; None on the CPU.
+        """
         self.name = bundle.manifest.name
         self.version = bundle.manifest.version
         self.bundle = bundle
@@ -39,6 +55,7 @@ class ServedModel:
         self.shortlist = shortlist
         self.engine = engine
         self.pipeline = pipeline
+        self.plan = plan
 
     @classmethod
     def load(
@@ -51,42 +68,59 @@ class ServedModel:
         provider: str = "cpu",
         precision: str | None = None,
         shortlist: bool = False,
+        device: DeviceConfig = DeviceConfig(),  # noqa: B008  # frozen
+        progress: Progress | None = None,
     ) -> ServedModel:
         """Check every byte of a bundle, open its graphs, and replay its golden set, which is the warm-up too.
 
         Without ``precision``, the first that the bundle has for the provider. With ``shortlist``, answers are made of
-        the candidates that the bundle's shortlist has for their sources, by the graphs that it is for.
+        the candidates that the bundle's shortlist has for their sources, by the graphs that it is for. ``device`` is
+        for the providers ``cuda`` and ``cuda-dry``, which are warmed up first; ``progress`` hears what is warmed up,
+        how many of its shapes are done, and how many there are.
 
-        Raises BundleError naming the file at fault, before anything is served.
+        Raises BundleError naming the file at fault, before anything is served, and ConfigError where the provider
+        cannot be used here.
         """
-        from dragoman.engine.aligner import OrtForcedPass
-        from dragoman.engine.runner import (
-            OrtModel,
-            OrtRunner,
-        )  # heavy, and not needed to use this class with another runner
+        if provider == "cuda":
+            from dragoman.engine.provider import check_available
+
+            found = check_available(device.device_id)
+            device = replace(device, mem_limit_bytes=device.mem_limit_bytes or found.memory_bytes)
+        from dragoman.engine.aligner import OrtForcedPass  # heavy, as what opens the graphs
 
         bundle = ModelBundle.load(path)
         check_provider(bundle, provider, precision)
         chosen = find_shortlist(bundle, provider, precision) if shortlist else None
-        graphs = bundle.graph_set(provider, precision if chosen is None else chosen.precision)
+        graphs = bundle.graph_set(GRAPHS.get(provider, provider), precision if chosen is None else chosen.precision)
         proof = graphs if chosen is None else chosen
         source, target = load_tokenizers(bundle)
         cases = list(bundle.golden(proof))
         check_golden_texts(source, target, cases, proof.golden)
-        model = OrtModel(bundle.manifest.model, graphs, bundle.read, config.num_threads, chosen)
-        check_kv_cache(bundle.manifest, config, np.dtype(model.cache_type).itemsize)
-        runners = [OrtRunner(model, config.num_slots, config.max_kv_cache_bytes) for _ in range(config.num_replicas)]
         rules = token_rules(bundle.manifest)
-        for runner in runners:
+
+        def prove(runner: Runner) -> None:
             replay_golden(runner, rules, cases, config, proof.golden, graphs.score_tolerance)
+
+        runners: Sequence[Runner]
+        plan = None
+        if provider == "cpu":
+            runners = cpu_runners = open_runners(bundle, graphs, config, chosen)
+            encoder = cpu_runners[0].encoder
+            for runner in runners:
+                prove(runner)
+        else:
+            device_runners = open_device_runners(bundle, graphs, config, provider, device)
+            runners, plan, encoder = device_runners, device_runners[0].plan, device_runners[0].encoder
         aligner = None
         if (alignment := bundle.manifest.alignment) is not None:
-            forced_pass = OrtForcedPass(alignment, rules.decoder_start, bundle.read, config.num_threads)
+            forced_pass = OrtForcedPass(alignment, encoder, rules.decoder_start, bundle.read, config.num_threads)
             check_alignment(forced_pass, cases[0], alignment.graph.file)
-            aligner = Aligner(forced_pass, config.max_waiting)
+            aligner = Aligner(forced_pass, config.max_waiting, forced_pass.coverage)
         engine = Engine(runners, rules, config, listener)
+        if provider != "cpu":
+            engine.prepare(lambda runner: warm_up(runner, prove, progress))
         pipeline = TextPipeline(bundle.manifest, source, target, engine, limits, aligner)
-        return cls(bundle, graphs, engine, pipeline, chosen)
+        return cls(bundle, graphs, engine, pipeline, chosen, plan)
 
     def start(self) -> None:
         """Start the engine on the running event loop."""
@@ -98,15 +132,67 @@ class ServedModel:
         self.pipeline.close()
 
 
+def open_runners(
+    bundle: ModelBundle, graphs: GraphSet, config: EngineConfig, shortlist: Shortlist | None
+) -> list[OrtRunner]:
+    """The replicas' runners on the CPU, over one copy of the weights. Raises BundleError and ConfigError."""
+    from dragoman.engine.runner import OrtModel, OrtRunner  # heavy, and not needed with another runner
+
+    model = OrtModel(bundle.manifest.model, graphs, bundle.read, config.num_threads, shortlist)
+    check_kv_cache(bundle.manifest, config, np.dtype(model.cache_type).itemsize)
+    return [OrtRunner(model, config.num_slots, config.max_kv_cache_bytes) for _ in range(config.num_replicas)]
+
+
+def open_device_runners(
+    bundle: ModelBundle, graphs: GraphSet, config: EngineConfig, provider: str, device: DeviceConfig
+) -> list[DeviceRunner]:
+    """The replicas' runners on a device, each with weights of its own. Raises BundleError and ConfigError."""
+    from dragoman.engine.device import Device
+    from dragoman.engine.device_runner import DeviceRunner
+
+    manifest = bundle.manifest
+    check_kv_cache(manifest, config, element_bytes=2)
+    own = replace(device, mem_limit_bytes=device.mem_limit_bytes // config.num_replicas)
+    return [
+        DeviceRunner(
+            Device(provider, own),
+            manifest.model,
+            graphs,
+            bundle.read,
+            config.num_slots,
+            manifest.limits,
+            config.max_encode_tokens,
+            manifest.special_ids.never_generated,
+        )
+        for _ in range(config.num_replicas)
+    ]
+
+
+def warm_up(runner: Runner, prove: Callable[[Runner], None], progress: Progress | None) -> None:
+    """Make a device runner's first runs, and let it prove itself. Raises BundleError where a run fails."""
+    from dragoman.engine.device_runner import DeviceRunner
+
+    assert isinstance(runner, DeviceRunner)
+    try:
+        runner.warm_up(progress or (lambda what, done, total: None))
+    except Exception as error:  # ONNX Runtime raises many unrelated types
+        raise BundleError(f"the graphs fail on the device: {error}") from error
+    prove(runner)
+
+
 def check_provider(bundle: ModelBundle, provider: str, precision: str | None) -> None:
-    """Raises BundleError when the graphs that are asked for are for another provider than the CPU."""
-    providers = {g.provider for g in bundle.manifest.graphs if g.precision == precision} or {provider}
-    if "cpu" not in providers:
-        asked = f"its {precision} graphs are" if precision else "graphs are asked for that are"
-        usable = ", ".join(g.precision for g in bundle.manifest.graphs if g.provider == "cpu") or "none"
+    """Raises BundleError where the bundle has such a precision for another provider alone, or nothing for this one."""
+    graphs, wanted = bundle.manifest.graphs, GRAPHS.get(provider, provider)
+    usable = [g.precision for g in graphs if g.provider == wanted]
+    if precision in usable or (precision is None and usable):
+        return
+    others = sorted({g.provider for g in graphs if precision in (None, g.precision)})
+    if others:
+        asked = f"its {precision} graphs are" if precision else "its graphs are"
+        have = ", ".join(usable) or f"none; export the checkpoint with a precision for {wanted}"
         raise BundleError(
-            f"bundle {bundle.manifest.name!r}: {asked} for {', '.join(sorted(providers))}, and this version of "
-            f"dragoman runs graphs on the CPU alone: choose a precision that the bundle has for it ({usable})"
+            f"bundle {bundle.manifest.name!r}: {asked} for {', '.join(others)}, and --provider is {provider}: choose "
+            f"another provider, or a precision that the bundle has for this one ({have})"
         )
 
 

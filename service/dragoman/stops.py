@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from dragoman.tokenizer import IncrementalDetokenizer, TargetTokenizer
+from dragoman.vocabulary import UNK_ID
 
 
 class StopFinder:
@@ -47,15 +48,27 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class AnswerReader:
-    """Turns an answer's tokens into its text, piece by piece, up to the first stop string behind the prefix."""
+    """Turns an answer's tokens into its text, piece by piece, up to the first stop string behind the prefix.
 
-    def __init__(self, tokenizer: TargetTokenizer, num_prefix: int, stops: Sequence[str]) -> None:
-        """The first ``num_prefix`` tokens are not searched."""
+    What stands before the stop string is kept as it is, a blank at its end included, as vLLM does: it may have been
+    given out before the string began.
+    """
+
+    def __init__(
+        self, tokenizer: TargetTokenizer, num_prefix: int, stops: Sequence[str], copied: Sequence[str] | None = ()
+    ) -> None:
+        """The first ``num_prefix`` tokens are not searched.
+
+        ``copied``: what each ``<unk>`` stands for, the others for nothing; None where that is not known yet: there the
+        text waits.
+        """
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._finder = StopFinder(stops)
         self._num_prefix = num_prefix
         self._lengths = [0]  # of the text after so many tokens
         self._kept = 0  # characters given out
+        self._copied = None if copied is None else iter(copied)
+        self._waits = False
 
     @property
     def stopped(self) -> bool:
@@ -72,9 +85,15 @@ class AnswerReader:
         """The text that these tokens make final; may be empty."""
         out = []
         for token in tokens:
-            if self.stopped:
+            if self.stopped or self._waits:
                 break
-            piece = self._detokenizer.push((token,))
+            copied = ""
+            if token == UNK_ID:
+                if self._copied is None:
+                    self._waits = True
+                    break
+                copied = next(self._copied, "")
+            piece = self._detokenizer.insert(copied) if copied else self._detokenizer.push((token,))
             self._lengths.append(self._lengths[-1] + len(piece))
             out.append(piece if len(self._lengths) <= self._num_prefix + 1 else self._finder.push(piece))
         return self._given_out(out)

@@ -123,6 +123,7 @@ def scripted_model(
     listener: StatsListener | None = None,
     manifest: Manifest | None = None,
     forced_pass: ForcedPass | None = None,
+    coverage: ForcedPass | None = None,
 ) -> ServedModel:
     """A served model that follows a script; by default it answers a word of a-z with itself. Not started yet."""
     manifest = manifest or scripted_manifest()
@@ -133,6 +134,6 @@ def scripted_model(
         TargetTokenizer(VOCABULARY),
         engine,
         limits or TextLimits(max_text_bytes=65536, max_segments=256),
-        None if forced_pass is None else Aligner(forced_pass, engine.max_waiting),
+        None if forced_pass is None else Aligner(forced_pass, engine.max_waiting, coverage),
     )
     return ServedModel(ModelBundle(Path(), manifest), manifest.graphs[0], engine, pipeline)

@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Iterable
 
 from dragoman.errors import InvalidRequestError
-from dragoman.types import TokenIds
+from dragoman.types import TokenIds, UnknownWords
 from dragoman.vocabulary import UNK_ID, Vocabulary
 
 _MAX_NAMED_UNITS = 10
@@ -29,9 +29,21 @@ class SourceTokenizer:
         """The template around nothing: what a text of which the vocabulary keeps nothing is encoded to."""
         return (*self._start, *self._end)
 
-    def encode(self, text: str) -> TokenIds:
-        """Ids with the template's start and end tokens. Raises InvalidRequestError naming what it cannot encode."""
-        return (*self._start, *_encode(self._vocabulary, text, "text", "source"), *self._end)
+    def encode(self, text: str, unknown_words: UnknownWords | None = None) -> TokenIds:
+        """Ids with the template's start and end tokens.
+
+        Raises InvalidRequestError naming what it cannot encode, unless that may be read as ``<unk>``, and what it
+        spells in bytes, where that is to be refused.
+        """
+        ids = _encode(self._vocabulary, text, "text")
+        if unknown_words not in (UnknownWords.COPY, UnknownWords.SUPPRESS):
+            _check_known(self._vocabulary, ids, text, "text", "source", spelled=unknown_words == UnknownWords.REFUSE)
+        return (*self._start, *ids, *self._end)
+
+    @property
+    def marks_words(self) -> bool:
+        """See ``Vocabulary.marks_words``."""
+        return self._vocabulary.marks_words
 
     def own(self, source: TokenIds) -> slice:
         """Where in an encoded text its own tokens are, without the template's."""
@@ -59,7 +71,9 @@ class TargetTokenizer:
 
         ``name`` is what to call the text. Raises InvalidRequestError naming what it cannot encode.
         """
-        return tuple(_encode(self.vocabulary, text, name, "target"))
+        ids = _encode(self.vocabulary, text, name)
+        _check_known(self.vocabulary, ids, text, name, "target")
+        return tuple(ids)
 
     def ids(self, tokens: Iterable[str], name: str) -> TokenIds:
         """The ids of tokens by their names. Raises InvalidRequestError for those that there are not."""
@@ -82,6 +96,19 @@ class TargetTokenizer:
         """The text of a hypothesis. Special tokens have no text."""
         detokenizer = IncrementalDetokenizer(self)
         return detokenizer.push(ids) + detokenizer.close()
+
+    def spans(self, ids: Iterable[int]) -> list[tuple[int, int]]:
+        """The characters of the decoded text that each token stands for, without blanks before them.
+
+        A character spelled in bytes is its last byte's; the others' spans are empty, as is a special token's.
+        """
+        detokenizer = IncrementalDetokenizer(self)
+        spans, end = [], 0
+        for index in ids:
+            piece = detokenizer.push([index])
+            end += len(piece)
+            spans.append((end - len(piece.lstrip()), end))
+        return spans
 
 
 class IncrementalDetokenizer:
@@ -115,6 +142,10 @@ class IncrementalDetokenizer:
                 out.append(self._separator + piece if self._started else self._first(piece))
         return "".join(out)
 
+    def insert(self, text: str) -> str:
+        """What ``push`` would return of a token that stands for this text, which is not empty."""
+        return self._flush(final=True) + (self._separator + text if self._started else self._first(text))
+
     def close(self) -> str:
         """The text of an incomplete tail."""
         return self._flush(final=True)
@@ -132,12 +163,18 @@ class IncrementalDetokenizer:
         return text.translate(_REPLACED)
 
 
-def _encode(vocabulary: Vocabulary, text: str, name: str, side: str) -> list[int]:
+def _encode(vocabulary: Vocabulary, text: str, name: str) -> list[int]:
     try:
-        ids = vocabulary.encode(text)
+        return vocabulary.encode(text)
     except UnicodeEncodeError as error:
         raise lone_surrogate(text, name) from error
-    if UNK_ID in ids:
+
+
+def _check_known(
+    vocabulary: Vocabulary, ids: list[int], text: str, name: str, side: str, *, spelled: bool = False
+) -> None:
+    """Raises InvalidRequestError for what became ``<unk>`` and, if ``spelled``, for what became bytes."""
+    if UNK_ID in ids or (spelled and any(isinstance(vocabulary.pieces[index], bytes) for index in ids)):
         unknown = vocabulary.unknown_units(text)
         named = unknown[:_MAX_NAMED_UNITS]
         shown = ", ".join(f"{u!r} (U+{ord(u):04X})" if len(u) == 1 else repr(u[:40]) for u in named)
@@ -145,7 +182,6 @@ def _encode(vocabulary: Vocabulary, text: str, name: str, side: str) -> list[int
         known = vocabulary.known_units
         accepts = f"it knows [{' '.join(known)}]" if len(known) <= 64 else f"it knows {len(known)} others"
         raise InvalidRequestError(f"{name} holds {shown}{more}, which this model's {side} vocabulary lacks; {accepts}")
-    return ids
 
 
 def lone_surrogate(text: str, name: str = "text") -> InvalidRequestError:

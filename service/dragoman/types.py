@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from enum import StrEnum
-from typing import Protocol
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dragoman.errors import DragomanError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from dragoman.engine.choice import Offers
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
@@ -30,6 +35,18 @@ class FinishReason(StrEnum):
     REPETITION = "repetition"
     CANCELLED = "cancelled"
 
+
+class UnknownWords(StrEnum):
+    """What becomes of the words of a text that the source vocabulary lacks: characters or pieces, as it has them."""
+
+    REFUSE = "refuse"  # the text is refused
+    BYTE_FALLBACK = "byte_fallback"  # they are spelled in bytes
+    COPY = "copy"  # they are read as <unk>; an <unk> of the answer is replaced by the one that it comes from
+    SUPPRESS = "suppress"  # they are read as <unk>, and an answer never has one
+
+
+MAX_PRIORITY = 10
+"""And at least its negative: each priority in use has a line of its own in the queue."""
 
 MAX_NEW_TOKENS_EVER = 1_000_000
 """Above this a number is a mistake, whatever the model: refused instead of being capped."""
@@ -49,18 +66,19 @@ MIN_REPETITION_PENALTY = 0.01  # far below it logits overflow
 class DecodingOptions:
     """How one request wants to be decoded. ``None`` means the model's or the server's own choice.
 
-    Tokens are counted behind the prefix, the end token included. Raises ``InvalidRequestError`` for a value that no
-    server could honour and for options that contradict each other or would have no effect together, but for a
-    ``length_penalty`` where there is nothing to rank: nothing else is ignored in silence.
+    Tokens are counted behind the prefix, the end token included. Raises ``InvalidRequestError`` for a name that is no
+    option's, a value of another type, one that no server could honour, and options that contradict each other or would
+    have no effect together: nothing is ignored in silence. A bound that no answer reaches is kept by all of them.
     """
 
     max_new_tokens: int | None = None  # decoding steps, 1 or more; more than the model's limit is capped to it
-    min_new_tokens: int = 0  # the answer does not end before
+    min_new_tokens: int = 0  # the end token does not come before
     max_length_ratio: float | None = None  # at most so many new tokens for each source token
     beam_size: int = 1  # 1 is greedy search, or with a temperature sampling
     patience: float = 1.0  # beam search waits for beam_size x patience finished hypotheses: not with length_penalty 0
     num_hypotheses: int = 1  # answers to return; at most beam_size, unless they are drawn or alternatives
     length_penalty: float = 1.0  # of beam search: exponent of the length that divides a sum of log-probabilities
+    coverage_penalty: float = 0.0  # of beam search: weight of a penalty for source tokens that got little attention
     temperature: float = 0.0  # above 0, tokens are drawn by chance
     top_k: int = 0  # draw among so many of the most probable; 0: all
     top_p: float = 1.0  # ... among the fewest whose mass reaches this
@@ -77,8 +95,30 @@ class DecodingOptions:
     num_top_tokens: int = 0  # the most probable tokens to return for each position
     return_alternatives: bool = False  # the num_hypotheses best tokens behind the prefix, each continued greedily
     return_alignment: bool = False  # for each target token the source token that it comes from
+    unknown_words: UnknownWords | None = None  # of the text; None: the model's policy, and an answer never has <unk>
+
+    def __new__(cls, *values: object, **options: object) -> Self:  # Python's own TypeError is no DragomanError
+        for name in options:
+            if name not in cls.__dataclass_fields__:
+                alike = get_close_matches(name, cls.__dataclass_fields__, 1)
+                hint = f"did you mean {alike[0]}?" if alike else f"there is {', '.join(cls.__dataclass_fields__)}"
+                raise InvalidRequestError(f"{name[:100]} is no decoding option: {hint}")
+        return object.__new__(cls)
+
+    @property
+    def num_awaited(self) -> int:
+        """Beam search ends when so many hypotheses are finished, but where scores only fall."""
+        return math.floor(self.beam_size * self.patience + 0.5)
 
     def __post_init__(self) -> None:
+        for name, kind, protocol, words, optional in _TYPED_OPTIONS:
+            value = getattr(self, name)
+            if type(value) is not kind and not (value is None and optional):  # the quick way, for nearly all
+                _check_type(name, value, protocol, words)
+        if self.unknown_words is not None and self.unknown_words not in tuple(UnknownWords):
+            raise InvalidRequestError(
+                f"unknown_words is {self.unknown_words!r:.100}; it must be one of {', '.join(UnknownWords)}"
+            )
         if self.max_new_tokens is not None:
             _check("max_new_tokens", self.max_new_tokens, 1, MAX_NEW_TOKENS_EVER)
         _check("min_new_tokens", self.min_new_tokens, 0, MAX_NEW_TOKENS_EVER)
@@ -88,6 +128,7 @@ class DecodingOptions:
         _check_above_0("patience", self.patience, 100)
         _check("num_hypotheses", self.num_hypotheses, 1, MAX_ROWS_EVER)
         _check("length_penalty", self.length_penalty, -10.0, 10.0)
+        _check("coverage_penalty", self.coverage_penalty, -10.0, 10.0)
         if self.temperature != 0:
             _check("temperature", self.temperature, MIN_TEMPERATURE, 100.0, " (or 0 to draw nothing)")
         _check("top_k", self.top_k, 0, MAX_NEW_TOKENS_EVER)
@@ -108,7 +149,10 @@ class DecodingOptions:
         for index, names in enumerate(self.suppress_sequences):
             if not isinstance(names, tuple):
                 raise InvalidRequestError(f"suppress_sequences[{index}] is {names!r:.100}; it must be a tuple")
+            _check_each_text(f"suppress_sequences[{index}]", names)
             _check_count(f"suppress_sequences[{index}]", "tokens", names, 1, MAX_SUPPRESSED_SEQUENCE_TOKENS)
+        _check_each_text("suppress_tokens", self.suppress_tokens)
+        _check_each_text("stop", self.stop)
         _check_count("suppress_tokens", "tokens", self.suppress_tokens, 0, MAX_SUPPRESSED_TOKENS)
         _check_count("suppress_sequences", "sequences", self.suppress_sequences, 0, MAX_SUPPRESSED_SEQUENCES)
         _check_count("stop", "texts", self.stop, 0, MAX_STOP_STRINGS)
@@ -129,26 +173,57 @@ class DecodingOptions:
                 f"return_alternatives is set, beam_size is {self.beam_size} and temperature is {self.temperature}; "
                 "alternatives are continued greedily: leave the others unset"
             )
-        if self.beam_size == 1 and self.patience != 1:
-            raise InvalidRequestError(f"patience is {self.patience} and beam_size is 1; patience needs a beam search")
-        if self.length_penalty == 0 and self.patience != 1:
+        if self.beam_size == 1:
+            for name, usual in (("patience", 1), ("length_penalty", 1), ("coverage_penalty", 0)):
+                if (value := getattr(self, name)) != usual:
+                    raise InvalidRequestError(f"{name} is {value} and beam_size is 1; {name} needs a beam search")
+        if self.length_penalty == self.coverage_penalty == 0 and self.patience != 1:
             raise InvalidRequestError(
                 f"patience is {self.patience} and length_penalty is 0; scores only fall then, and the search ends when "
                 "none can overtake: leave patience unset"
             )
-        most = math.floor(self.beam_size * self.patience + 0.5)
-        if most < 1:
+        if self.num_awaited < 1:
             raise InvalidRequestError(
                 f"patience is {self.patience} and beam_size is {self.beam_size}; beam_size x patience must round to 1 "
                 "or more"
             )
         if not draws and not self.return_alternatives:
-            _check("num_hypotheses", self.num_hypotheses, 1, self.beam_size, ", which is beam_size")
-            _check("num_hypotheses", self.num_hypotheses, 1, most, ", which is beam_size x patience")
+            more = ": raise that, or set a temperature or return_alternatives"
+            _check("num_hypotheses", self.num_hypotheses, 1, self.beam_size, f", which is beam_size{more}")
+            _check("num_hypotheses", self.num_hypotheses, 1, self.num_awaited, ", which is beam_size x patience")
         if not draws:
             for name, unset in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("seed", None)):
                 if (value := getattr(self, name)) != unset:
-                    raise InvalidRequestError(f"{name} is {value} and temperature is 0; {name} needs one above 0")
+                    raise InvalidRequestError(
+                        f"{name} is {value} and temperature is 0, which draws nothing; {name} needs one above 0"
+                    )
+
+
+_TYPES: Final[dict[str, tuple[type, type, str]]] = {
+    "int": (int, Integral, "an integer"),
+    "float": (float, Real, "a number"),
+    "bool": (bool, bool, "True or False"),
+    "str": (str, str, "a text"),
+}
+"""By annotation: the usual type, what else will do (numpy's numbers, say), and what to call it."""
+
+_TYPED_OPTIONS: Final = tuple(
+    (field.name, *_TYPES[kind], optional == "None")
+    for field in fields(DecodingOptions)
+    for kind, _, optional in [str(field.type).partition(" | ")]
+    if kind in _TYPES
+)
+
+
+def _check_type(name: str, value: object, kind: type, words: str) -> None:
+    # True is an integer to Python, and a mistake here.
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise InvalidRequestError(f"{name} is {value!r:.100}; it must be {words}")
+
+
+def _check_each_text(name: str, values: tuple[object, ...]) -> None:
+    for index, value in enumerate(values):
+        _check_type(f"{name}[{index}]", value, str, "a text")
 
 
 def _check(name: str, value: float, low: float, high: float, why: str = "") -> None:
@@ -174,6 +249,7 @@ class SearchOptions:
     patience: float = 1.0  # beam search ends with beam_size x patience finished hypotheses (Kasai et al. 2022)
     num_hypotheses: int = 1  # to return; when drawn by chance, or as alternatives, each has a row of its own
     length_penalty: float = 1.0  # exponent of the length that divides a beam's score
+    coverage_penalty: float = 0.0  # not 0: whoever asks adds a penalty to the scores, and so gets all that was finished
     temperature: float = 0.0
     top_k: int = 0  # draw among so many of the most probable; 0: all
     top_p: float = 1.0  # ... among the fewest whose mass reaches this
@@ -191,23 +267,27 @@ class Steering:
     suppressed_sequences: tuple[TokenIds, ...] = ()
     repetition_penalty: float = 1.0  # divides positive logits of what came before, multiplies negative ones
     no_repeat_ngram_size: int = 0  # no sequence of so many tokens comes twice; 0: may
+    allowed: TokenIds = ()  # of the tokens that a model never produces, those that it may
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One source, tokenized, as the engine sees it."""
+    """One source, tokenized, as the engine sees it. Equal requests are one caller's for the same answer."""
 
     source: TokenIds  # with the source template's start and end tokens; never empty
     max_new_tokens: int  # behind the prefix; resolved against the model's limit, 1 or more
     return_scores: bool = False
-    deadline: float | None = None  # on time.monotonic()'s clock
+    deadline: float | None = field(default=None, compare=False)  # on time.monotonic()'s clock
     prefix: TokenIds = ()  # what every answer begins with; not scored
     search: SearchOptions = SearchOptions()
     steering: Steering | None = None
     num_top: int = 0  # the most probable tokens to return for each position
     stop_at_loops: bool = False  # end a hypothesis that repeats itself, with the finish reason ``repetition``
     score_prefix: bool = False  # the prefix is the whole answer: force and score it, the end token included
-    priority: int = 0  # the higher goes first
+    # Where the caller is going to cut the answers. The engine does not look for these texts; but as what comes behind
+    # them does not matter, a hypothesis that cannot go on ends alone, and the others go on.
+    stop: tuple[str, ...] = ()
+    priority: int = field(default=0, compare=False)  # the higher goes first
     caller: str = ""  # whom the request is for: callers share the slots evenly
 
     def __post_init__(self) -> None:
@@ -228,6 +308,7 @@ class HypothesisResult:
     score: float | None = None  # what the search ranks by: in beam search, the sum divided by length ** length_penalty
     token_scores: tuple[float, ...] | None = None  # of the tokens behind the prefix; their sum is the log-probability
     top: tuple[tuple[tuple[int, float], ...], ...] = ()  # for each of these, the most probable tokens, if asked for
+    error: DragomanError | None = None  # why it could not go on, beside ``stop``; its finish reason means nothing then
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +363,15 @@ class Runner(Protocol):
     ) -> None:
         """Encode the sources (room is reserved) and install each in its slots, ready for the first ``decode``.
 
-        ``prefixes``, if given, are what each one's answers begin with: tokens that may come whatever the runner thinks.
+        ``prefixes``, if given, are what each one's answers begin with, and other tokens that may come whatever the
+        runner thinks. Raises OverloadedError, with the rows that run unharmed, where memory is lacking.
         """
 
-    def decode(self, tokens: IntArray) -> FloatArray:
-        """One step: tokens (R,) appended to rows 0..R-1 give logits (R, V), valid and writable until the next call."""
+    def decode(self, tokens: IntArray) -> FloatArray | Offers:
+        """One step: tokens (R,) appended to rows 0..R-1 give logits (R, V), valid and writable until the next call.
+
+        A runner whose logits lie elsewhere gives what they offer instead, valid as long.
+        """
 
     def move(self, source_slot: int, target_slot: int) -> None:
         """Copy a row's whole state over another row."""
@@ -317,6 +402,7 @@ class RequestStats:
     timing: Timing
     time_to_first_token_seconds: float | None
     expired_in_queue: bool = False
+    shared: bool = False  # it took no rows of its own: an equal request was being decoded
 
 
 class StatsListener(Protocol):

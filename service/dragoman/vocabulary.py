@@ -83,7 +83,7 @@ class Vocabulary(Protocol):
         """
 
     def unknown_units(self, text: str) -> list[str]:
-        """What became UNK_ID in ``encode``, each once."""
+        """What ``encode`` made UNK_ID of, or bytes, each once."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +238,8 @@ class SentencePieceVocabulary:
             if index == UNK_ID:
                 # Of the text as it was typed; a character that normalisation made of another has no place there.
                 units |= dict.fromkeys(text[start:end] or piece)
+            elif isinstance(self.pieces[index], bytes):
+                units |= dict.fromkeys(text[start:end])  # the last byte of a character has its place
         return list(units)
 
 

@@ -4,7 +4,8 @@
     python tests/bench/decoding.py runs/g2p-en bundles/g2p-fp32 g2p-data/test.source --count 500
 
 For each setting: how many answers (every hypothesis, tokens and scores within 1e-4) are equal, and how many differ only
-in order or by a tie, that is with scores as good. Exit status 1 on any other difference.
+in order or by a tie, that is with scores as good. Exit status 1 on any other difference. Coverage penalties are among
+the settings where the bundle has an alignment graph and no graphs but fp32, from whose weights the others' differ.
 """
 
 from __future__ import annotations
@@ -14,16 +15,26 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from dragoman.bundle import ModelBundle
 from dragoman.config import EngineConfig
+from dragoman.coverage import coverage_penalty
+from dragoman.engine.aligner import OrtForcedPass
 from dragoman.engine.replica import generate_all
 from dragoman.engine.runner import OrtModel, OrtRunner
 from dragoman.errors import DragomanError
 from dragoman.served_model import token_rules
-from dragoman.types import GenerationRequest, SearchOptions, Steering, TokenIds
+from dragoman.types import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    HypothesisResult,
+    SearchOptions,
+    Steering,
+    TokenIds,
+)
 from dragoman_training.alternatives import alternatives
 from dragoman_training.beam import BeamOptions, beam_search_together
 from dragoman_training.checkpoint import LoadedCheckpoint, load_model
@@ -55,7 +66,7 @@ class Setting:
         return ", ".join(parts + ["behind prefixes"] * self.prefixes) or "greedy"
 
 
-def settings() -> Iterator[Setting]:
+def settings(*, coverage: bool) -> Iterator[Setting]:
     """Greedy, beams of 1 to 8 with all penalties, n-best, alternatives; each also steered, and behind prefixes."""
     steerings = [
         Steering(),
@@ -68,6 +79,9 @@ def settings() -> Iterator[Setting]:
         for penalty, patience in ((1.0, 1.0), (0.0, 1.0), (0.6, 2.0)):
             search = SearchOptions(beam_size=size, num_hypotheses=size, length_penalty=penalty, patience=patience)
             yield Setting(search, steerings[index % 4], prefixes=index % 2 == 1)
+            if coverage and size in (2, 5, 8):
+                search = replace(search, coverage_penalty=(0.2, 1.0, -0.5)[(index + (patience > 1)) % 3])
+                yield Setting(search, steerings[index % 4], prefixes=index % 2 == 1)
     yield Setting(SearchOptions(num_hypotheses=5, alternatives=True), prefixes=True)
 
 
@@ -97,6 +111,7 @@ def reference(
         num_hypotheses=search.num_hypotheses,
         length_penalty=search.length_penalty,
         patience=search.patience,
+        coverage_penalty=search.coverage_penalty,
         steering=steering,
     )
     found: list[list[Hypothesis]] = []
@@ -111,8 +126,8 @@ def compare(
 ) -> tuple[int, int, list[str]]:
     """How many sources have equal answers, how many differ by ties alone, and a line for each that differs else."""
     rules = token_rules(bundle.manifest)
-    graphs = bundle.graph_set("cpu", "fp32")
-    runner = OrtRunner(OrtModel(bundle.manifest.model, graphs, bundle.read), ROWS, 1 << 30)
+    model = OrtModel(bundle.manifest.model, bundle.graph_set("cpu", "fp32"), bundle.read)
+    runner = OrtRunner(model, ROWS, 1 << 30)
     rng = random.Random(0)
     allowed = [
         i for i in range(bundle.manifest.model.target_vocab_size) if i not in (*rules.never_generated, rules.eos)
@@ -130,6 +145,8 @@ def compare(
         if isinstance(outcome, DragomanError):
             wrong.append(f"source {index}: {outcome}")
             continue
+        if setting.search.coverage_penalty:
+            outcome = replace(outcome, hypotheses=covered(bundle, model, setting.search, requests[index], outcome))
         close = len(outcome.hypotheses) == len(expected) and all(
             abs((a.score or 0.0) - e.score) <= TOLERANCE * (1 + abs(e.score))
             for a, e in zip(outcome.hypotheses, expected, strict=False)
@@ -144,6 +161,23 @@ def compare(
     return equal, ties, wrong
 
 
+def covered(
+    bundle: ModelBundle, model: OrtModel, search: SearchOptions, request: GenerationRequest, result: GenerationResult
+) -> tuple[HypothesisResult, ...]:
+    """All that the engine collected, ranked with the coverage penalty."""
+    assert bundle.manifest.alignment is not None
+    forced_pass = OrtForcedPass(
+        bundle.manifest.alignment, model.encoder, bundle.manifest.special_ids.decoder_start, bundle.read
+    )
+    found = []
+    for one in result.hypotheses:
+        num_steps = len(one.tokens) + (one.finish_reason is FinishReason.STOP)
+        weights = forced_pass.coverage(request.source, one.tokens)[:num_steps]
+        found.append(replace(one, score=(one.score or 0.0) + search.coverage_penalty * coverage_penalty(weights)))
+    found.sort(key=lambda one: -(one.score or 0.0))
+    return tuple(found[: search.num_hypotheses])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
@@ -155,7 +189,8 @@ def main() -> int:
     texts = itertools.islice(read_lines(args.sources), args.count)
     sources = [tuple(encode_source(checkpoint.source_tokenizer, text)) for text in texts]
     most, differences = min(30, bundle.manifest.limits.max_new_tokens - 3), 0
-    for setting in settings():
+    has_exact_weights = bundle.manifest.alignment is not None and len(bundle.manifest.graphs) == 1
+    for setting in settings(coverage=has_exact_weights):
         equal, ties, wrong = compare(checkpoint, bundle, setting, sources, most)
         differences += len(wrong)
         print(f"{equal} equal, {ties} ties, {len(wrong)} differ: {setting.describe()}", flush=True)

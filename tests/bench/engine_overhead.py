@@ -48,7 +48,7 @@ def step_seconds(rows: int, num_tokens: int, count: int, search: SearchOptions, 
     runner = ReadyRunner(rows, num_tokens)
     queue = Queue(rows, 1, rows)
     rules = TokenRules(1, 2, (0, 1, 3))
-    replica = Replica(runner, queue, rules, EngineConfig())
+    replica = Replica(runner, queue, rules, EngineConfig(share_equal=False))
     for _ in range(count):
         queue.put(rules.sequence(GenerationRequest((5, 2), 10 * STEPS, scored, search=search)))
     for _ in range(3):

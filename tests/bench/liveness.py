@@ -4,6 +4,7 @@
     python tests/bench/liveness.py --mixed --steps 200000   beams and samples among them
 
 After every step, free and used rows make up all rows; every request ends exactly once; in the end the queue is empty.
+One request in thirty or so is equal to one that runs, and shares its rows.
 Prints the steps, how each request ended, and the seconds; the goal for a million greedy steps is under 60.
 """
 
@@ -87,7 +88,10 @@ def main() -> None:
         end(replica, alive, ends)
     seconds = time.perf_counter() - started
     assert (replica.scheduler.num_rows, replica.scheduler.num_running, queue.num_waiting) == (0, 0, 0)
-    print(f"{args.steps} steps, {sum(ends.values())} requests {dict(ends)}, {seconds:.1f} s")
+    print(
+        f"{args.steps} steps, {sum(ends.values())} requests {dict(ends)}, {seconds:.1f} s, "
+        f"{seconds / args.steps * 1e6:.0f} us a step"
+    )
 
 
 def end(replica: Replica, alive: dict[Sequence, None], ends: Counter[str]) -> None:
@@ -96,9 +100,11 @@ def end(replica: Replica, alive: dict[Sequence, None], ends: Counter[str]) -> No
         if delivery.outcome is not None:
             del alive[delivery.sequence]  # once
             ends[delivery.outcome.code if isinstance(delivery.outcome, DragomanError) else "ok"] += 1
-    slots = replica.scheduler._slots
+    scheduler = replica.scheduler
+    slots, runs = scheduler._slots, scheduler._runs
     assert slots.num_free + slots.num_used == NUM_SLOTS
-    assert slots.num_used == sum(len(s.hypotheses) for s in replica.scheduler._running)
+    assert slots.num_used == sum([len(run.search.rows) for run in runs])
+    assert scheduler.num_running == sum([len(run.sequences) for run in runs])
 
 
 if __name__ == "__main__":

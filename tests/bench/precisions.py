@@ -19,11 +19,12 @@ import numpy as np
 import onnx
 import torch
 from onnx import helper
+from torch import nn
 
 from dragoman.bundle import ModelShape
 from dragoman.engine.runner import OrtModel, OrtRunner
-from dragoman_export.graph_sets import GraphWriter
-from dragoman_export.quantize import Range, linears
+from dragoman_export.graph_sets import write_graphs
+from dragoman_export.quantize import Range
 from dragoman_export.targets import FP32, INT8, W8
 from dragoman_training.config import ModelConfig
 from dragoman_training.model import Transformer
@@ -74,21 +75,18 @@ def main() -> None:
     shape = ModelShape(*(getattr(config, field.name) for field in dataclasses.fields(ModelShape)))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        writer = GraphWriter(model, folder)
-        layers = [linear.name for part in ("encoder", "decoder") for linear in linears(traced(writer, part))]
-        ranges = {layer: Range(-4.0, 4.0) for layer in layers}
-        static, fp32 = writer.write(INT8, ranges), writer.write(FP32)
+        ranges = {name: Range(-4.0, 4.0) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        sets = write_graphs(model, [INT8, FP32, W8], ranges, folder).sets
+        static, fp32, block = sets[INT8], sets[FP32], sets[W8]
         content = {file.name: file.read_bytes() for file in folder.iterdir()}
-        block = writer.write(W8, ranges)
-        block_content = {file.name: file.read_bytes() for file in folder.iterdir()}
-        row = writer.write(INT8, None)
+        row = write_graphs(model, [INT8], None, folder).sets[INT8]
         row_content = {file.name: file.read_bytes() for file in folder.iterdir()}
     replaced = {**content, static.decoder.file: dynamic(content[static.decoder.file])}
     runners = {
         "dynamic": OrtRunner(OrtModel(shape, static, replaced.__getitem__), 64, 1 << 32),
         "static": OrtRunner(OrtModel(shape, static, content.__getitem__), 64, 1 << 32),
         "row": OrtRunner(OrtModel(shape, row, row_content.__getitem__), 64, 1 << 32),
-        "w8": OrtRunner(OrtModel(shape, block, block_content.__getitem__), 64, 1 << 32),
+        "w8": OrtRunner(OrtModel(shape, block, content.__getitem__), 64, 1 << 32),
         "fp32": OrtRunner(OrtModel(shape, fp32, content.__getitem__), 64, 1 << 32),
     }
     source = (*range(4, 4 + SOURCE_TOKENS - 1), 2)
@@ -107,12 +105,6 @@ def main() -> None:
                 best[kind] = min(best[kind], (time.perf_counter() - started) / STEPS)
         ratios = " ".join(f"{best['dynamic'] / value:>8.2f}" for kind, value in best.items() if kind != "dynamic")
         print(f"{rows:>4} {best['dynamic'] * 1e6:>8.0f} {ratios}", flush=True)
-
-
-def traced(writer: GraphWriter, part: str) -> onnx.ModelProto:
-    """A graph of the writer's as it was traced."""
-    model: onnx.ModelProto = getattr(writer, f"_traced_{part}")
-    return model
 
 
 if __name__ == "__main__":

@@ -19,13 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from precisions import SHAPES, SOURCE_TOKENS, STEPS, traced  # type: ignore[import-not-found]  # beside this file
+from precisions import SHAPES, SOURCE_TOKENS, STEPS  # type: ignore[import-not-found]  # beside this file
+from torch import nn
 
 from dragoman.bundle import ModelShape, Shortlist
 from dragoman.engine.candidates import Candidates
 from dragoman.engine.runner import OrtModel, OrtRunner
-from dragoman_export.graph_sets import GraphWriter
-from dragoman_export.quantize import Range, linears
+from dragoman_export.graph_sets import write_graphs
+from dragoman_export.quantize import Range
 from dragoman_export.shortlist import to_bytes
 from dragoman_export.targets import INT8
 from dragoman_training.config import ModelConfig
@@ -59,11 +60,11 @@ def main() -> None:
     table, frequency = candidates(size, rng)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        writer = GraphWriter(Transformer(config).eval(), folder)
-        layers = [linear.name for part in ("encoder", "decoder") for linear in linears(traced(writer, part))]
-        ranges = {layer: Range(-4.0, 4.0) for layer in layers}
-        int8 = writer.write(INT8, ranges)
-        decoder, projection = writer.write_shortlist(ranges)
+        model = Transformer(config).eval()
+        ranges = {name: Range(-4.0, 4.0) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        written = write_graphs(model, [INT8], ranges, folder, shortlist=True)
+        assert written.shortlist is not None
+        int8, (decoder, projection) = written.sets[INT8], written.shortlist
         content = {file.name: file.read_bytes() for file in folder.iterdir()}
     content["table"] = to_bytes(table, projection)
     shortlist = Shortlist("cpu", "int8", "table", decoder, "", PER_TOKEN, ALWAYS, 0.0, {})

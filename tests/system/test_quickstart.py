@@ -29,8 +29,13 @@ if [ "$1" = serve ]; then
   exec "{folder}/bin/python" "{folder}/server.py"
 fi
 [ "{mode}" != mute ] || exit 1
-[ "{mode}" != dies ] || kill -USR1 "$(cat "{folder}/pid")"
-tr a-z A-Z
+if [ "{mode}" = dies ] && mkdir "{folder}/once" 2>/dev/null; then
+  kill -USR1 "$(cat "{folder}/pid")"
+fi
+case "$*" in
+  *--stream*) echo "streamed by $5: ${{*: -1}}" ;;
+  *) tr a-z A-Z ;;
+esac
 """
 FAKE_SERVER = """
 import json, signal, threading
@@ -55,7 +60,7 @@ servicer.set("", getattr(health_pb2.HealthCheckResponse, STATUS))
 health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
 port = server.add_insecure_port("127.0.0.1:0")
 server.start()
-print(json.dumps({"port": port, "metrics_port": 1, "models": []}), flush=True)
+print(json.dumps({"port": port, "metrics_port": 1, "models": ["en-de", "g2p-en"]}), flush=True)
 stop.wait()
 server.stop(None).wait()
 raise SystemExit(status)
@@ -145,6 +150,17 @@ def test_once_prints_right_pronunciations_and_ends():
     assert url, out
     with pytest.raises(urllib.error.URLError, match="refused"):
         urllib.request.urlopen(url[1], timeout=10)
+
+
+def test_each_model_that_is_served_is_asked_what_it_is_for(fake):
+    """Sentences for the translator, the last one as it comes; words for the other; then how to go on."""
+    with started(QUICKSTART, venv=fake("works")) as process:
+        lines = read_until_serving(process).splitlines()
+
+    assert "Where is the nearest station? -> WHERE IS THE NEAREST STATION?" in lines
+    assert sum("streamed by en-de: The grey sloth" in line for line in lines) == 1
+    assert "giraffe -> GIRAFFE" in lines
+    assert [line.endswith('"Where is the nearest station?"') for line in lines if line.startswith("ask it ")] == [True]
 
 
 def test_it_serves_until_ctrl_c():

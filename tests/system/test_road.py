@@ -78,6 +78,26 @@ def test_serve_without_arguments_serves_the_embedded_model():
         assert process.wait(30) == 0
 
 
+def test_two_models_are_served_side_by_side(reverse_bundle):
+    """Each answers to its name, the first to no name; two of one name are refused, as they could not be told apart."""
+    with serving(reverse_bundle, embedded_bundle(DEFAULT_MODEL)) as (process, ready):
+        assert ready["models"] == ["reverse", DEFAULT_MODEL]
+        target = f"127.0.0.1:{ready['port']}"
+        answers = {}
+        for name in ("", *ready["models"]):
+            with Client(target, model=name) as client:
+                answers[name] = client.generate("abba").text
+        assert answers["reverse"] == "A B B A" == answers[""]
+        assert answers[DEFAULT_MODEL] == "AE B AH"
+        metrics = urllib.request.urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=10).read()
+        for name, count in (("reverse", 2), (DEFAULT_MODEL, 1)):
+            line = f'dragoman_requests_total{{code="ok",method="Generate",model="{name}"}} {count}.0'
+            assert line in metrics.decode()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert "two bundles are named 'reverse'" in serve_fails(reverse_bundle, reverse_bundle)
+
+
 def test_generate_in_process_and_through_a_server_agree(tmp_path):
     """The same lines give the same output, byte for byte, blank lines and line ends included."""
     words = tmp_path / "words.txt"

@@ -1,6 +1,7 @@
 """The project as a package: entry points, pins, scripts, and what no file may say."""
 
 import argparse
+import json
 import re
 import subprocess
 import tomllib
@@ -51,23 +52,23 @@ def test_every_command_resolves(name):
     assert callable(module.run)
 
 
-def pins() -> dict[str, str]:
-    """The constraints file as name to version; anything but ``name==version`` in it fails here."""
+def pins(file: str = "deploy/constraints.txt") -> dict[str, str]:
+    """A constraints file as name to version; anything but ``name==version`` in it fails here."""
     found = {}
-    for line in (ROOT / "deploy/constraints.txt").read_text(encoding="utf-8").splitlines():
+    for line in (ROOT / file).read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             name, separator, version = line.partition("==")
-            assert separator, f"deploy/constraints.txt: {line!r} is no exact pin"
-            assert name == canonicalize_name(name), f"deploy/constraints.txt: write {canonicalize_name(name)}"
-            assert name not in found, f"deploy/constraints.txt pins {name} twice"
+            assert separator, f"{file}: {line!r} is no exact pin"
+            assert name == canonicalize_name(name), f"{file}: write {canonicalize_name(name)}"
+            assert name not in found, f"{file} pins {name} twice"
             found[name] = version
     return found
 
 
-@pytest.mark.parametrize("extra", ["", "cpu", "train", "export", "dev"])
+@pytest.mark.parametrize("extra", ["", "cpu", "explain", "train", "export", "dev"])
 def test_every_direct_requirement_is_pinned_within_its_range(extra):
     """What CI and the image install is one of the versions that the wheel allows."""
-    pinned = pins()
+    pinned = pins() | (pins("deploy/constraints-gpu.txt") if extra == "gpu" else {})
     for text in EXTRAS[extra] if extra else PROJECT["dependencies"]:
         requirement = Requirement(text)
         version = pinned.get(canonicalize_name(requirement.name))
@@ -98,12 +99,65 @@ def test_shell_scripts_stop_at_the_first_error(script):
     assert code[0] == "set -euo pipefail"
 
 
-def test_the_image_runs_python_as_process_1_and_not_as_root():
-    """Exec-form entry point, so that SIGTERM reaches the server; a numeric user that is not 0."""
-    dockerfile = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8")
+def test_the_two_constraints_pin_nothing_twice():
+    """Whoever takes both gets one version of each."""
+    assert not pins().keys() & pins("deploy/constraints-gpu.txt").keys()
 
-    assert re.search(r'^ENTRYPOINT \["/opt/dragoman/bin/dragoman"\]$', dockerfile, re.MULTILINE)
-    assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", dockerfile, re.MULTILINE)
+
+def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
+    """The Dockerfile's stages by name, in order: what each is made from, and its instructions with their arguments."""
+    text = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8")
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
+    assert lines.pop(0) == "ARG BASE=python:3.13-slim"
+    found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    for line in lines:
+        instruction, _, arguments = line.partition(" ")
+        if instruction == "FROM":
+            base, _, name = arguments.partition(" AS ")
+            assert base == "${BASE}" or base in found, f"{base} is no earlier stage"
+            assert name and name not in found
+            found[name] = base, []
+        else:
+            found[name][1].append((instruction, arguments))
+    return found
+
+
+def test_an_image_made_without_a_target_is_the_one_for_cpus():
+    """The last stage counts; the other one that runs is for GPUs, and neither holds what built the wheel."""
+    found = stages()
+    assert list(found)[-1] == "cpu"
+    assert {name for name, (_, body) in found.items() if "ENTRYPOINT" in dict(body)} == {"cpu", "gpu"}
+    for extra in ("cpu", "gpu"):
+        base, body = found[extra]
+        assert base == "${BASE}"
+        assert ("COPY", f"--from={extra}-environment /opt/dragoman /opt/dragoman") in body
+        (install,) = [arguments for kind, arguments in found[f"{extra}-environment"][1] if kind == "RUN"]
+        assert f'"$(ls /dist/*.whl)[{extra}]"' in install and "-c deploy/constraints.txt" in install
+        assert install.endswith("uninstall --yes pip")
+
+
+def test_the_build_reads_what_is_there_and_let_in():
+    """Every file that a stage copies from the context exists, and .dockerignore does not keep it out."""
+    let_in = [line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] == "!"]
+    copied = [
+        source
+        for _, body in stages().values()
+        for kind, arguments in body
+        if kind == "COPY" and not arguments.startswith("--from=")
+        for source in arguments.split()[:-1]
+    ]
+    assert "deploy/constraints-gpu.txt" in copied
+    for source in copied:
+        assert (ROOT / source).exists() and source in let_in, source
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_the_image_runs_python_as_process_1_and_not_as_root(name):
+    """Exec-form entry point, so that SIGTERM reaches the server; a numeric user that is not 0; a known command."""
+    body = dict(stages()[name][1])
+    assert json.loads(body["ENTRYPOINT"]) == ["/opt/dragoman/bin/dragoman"]
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", body["USER"])
+    assert json.loads(body["CMD"])[0] in COMMANDS
 
 
 def test_no_file_names_a_machine_path():

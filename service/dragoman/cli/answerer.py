@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dragoman.cli import runtime
-from dragoman.config import EngineConfig, ServerConfig
+from dragoman.config import DeviceConfig, EngineConfig, ServerConfig
 from dragoman.errors import ConfigError
 
 if TYPE_CHECKING:  # heavy
@@ -47,12 +47,15 @@ def check_answerer(args: argparse.Namespace) -> None:
         raise ConfigError("--priority was given without --target: a model that runs here has no other callers")
     if args.target is not None and args.bundle is not None:
         raise ConfigError("--bundle and --target were both given: a server chooses its own bundle")
+    if args.target is not None and args.provider != "cpu":
+        raise ConfigError("--provider and --target were both given: a server chooses what it runs on")
     if args.target is not None and args.precision is not None:
         raise ConfigError("--precision and --target were both given: a server chooses its own graphs")
     if args.target is not None and (own := runtime.changed_engine_flags(args)):
         raise ConfigError(f"{', '.join(own)} and --target were both given: a server has its own engine settings")
     if args.target is not None and args.shortlist:
         raise ConfigError("--shortlist and --target were both given: a server chooses whether it has one")
+    runtime.check_device_flags(args)
 
 
 @asynccontextmanager
@@ -75,8 +78,10 @@ async def _in_process(args: argparse.Namespace) -> AsyncIterator[Answerer]:
         runtime.bundle_path(args.bundle, args.model),
         engine,
         limits,
+        provider=args.provider,
         precision=args.precision,
         shortlist=args.shortlist,
+        device=runtime.settings(DeviceConfig, args),
     )
     model.start()
     try:

@@ -28,6 +28,15 @@ _FLAGS: Final[dict[str, tuple[tuple[str, dict[str, Any]], ...]]] = {
             {"type": float, "metavar": "P", "help": "of beam search: divide scores by length ** P (default: 1)"},
         ),
         (
+            "--coverage-penalty",
+            {
+                "type": float,
+                "metavar": "P",
+                "help": "of beam search: weight of a penalty for source tokens that got little attention (default: 0); "
+                "the model must have been exported with --alignment",
+            },
+        ),
+        (
             "--num-hypotheses",
             {"type": int, "metavar": "N", "help": "answers to each text, which is of one line then; needs --json"},
         ),
@@ -89,6 +98,17 @@ _FLAGS: Final[dict[str, tuple[tuple[str, dict[str, Any]], ...]]] = {
             },
         ),
     ),
+    "text": (
+        (
+            "--unknown-words",
+            {
+                "choices": ["refuse", "byte_fallback", "copy", "suppress"],
+                "help": "what becomes of words that the source vocabulary lacks: refuse the text, spell them in bytes, "
+                "put them into the answer where it has an unknown word (for models exported with --alignment), or let "
+                "the model make of them what it can (default: refuse or byte_fallback, as the model can)",
+            },
+        ),
+    ),
     "what comes with an answer": (
         ("--return-scores", {"action": "store_true", "help": "log-probabilities of tokens and answers; needs --json"}),
         (
@@ -121,13 +141,15 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
 
 def decoding_options(args: argparse.Namespace) -> DecodingOptions:
     """What was given. Raises InvalidRequestError."""
-    from dragoman.types import DecodingOptions
+    from dragoman.types import DecodingOptions, UnknownWords
 
     given = {name: getattr(args, name) for name in DecodingOptions.__dataclass_fields__}
     values = {name: value for name, value in given.items() if value is not None}
     for name in ("stop", "suppress_tokens"):
         if name in values:
             values[name] = tuple(values[name])
+    if "unknown_words" in values:
+        values["unknown_words"] = UnknownWords(values["unknown_words"])
     if "suppress_sequences" in values:
         values["suppress_sequences"] = tuple(tuple(names.split()) for names in values["suppress_sequences"])
     return DecodingOptions(**values)

@@ -2,6 +2,8 @@
 
 It runs the model here, without a server, unless --target names one. Only LF and CRLF end a line, and line ends are
 kept; blank lines come back unchanged. Input is read as it is needed, and many lines are in work at once.
+A line that is refused is told on stderr and gives an empty line, so that there are as many lines as texts; the others
+are answered, and the exit status is 1. --on-error stop ends there instead.
 --model-info asks a server what it serves, and answers nothing.
 --alignment appends which source token each target token comes from: " ||| " and pairs like 0-0 1-2, source token first,
 both counted from 0. Of a TEXT of several lines, there is one such part a line.
@@ -57,8 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-error",
         choices=("stop", "keep-going"),
-        default="stop",
-        help="at a line that is refused: stop there, or print an empty line for it (default: stop)",
+        default="keep-going",
+        help="at a line that is refused: print an empty line for it (with --json, its error), or stop there (default: "
+        "keep-going)",
     )
     add_decoding_arguments(parser)
     runtime.add_engine_arguments(parser)
@@ -90,6 +93,7 @@ async def _run(args: argparse.Namespace, options: DecodingOptions) -> int:
         # Not sys.stdin, whose lock the reading thread may hold at exit.
         stdin = open(0, "rb", closefd=False)  # noqa: SIM115  # its reader may never return: the exit closes it
         lines = lines_of_arguments(args.text) if args.text else lines_of_file(stdin)
+        await answerer.generate("", options)  # what this model cannot do is refused once, not with each line
         return await answer_lines(
             lines,
             lambda text: answerer.generate(text, options),

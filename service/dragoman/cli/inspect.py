@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="also hash every file and replay the golden sets (without it, names and sizes are compared)",
+        help="also hash every file, replay the golden sets of the CPU and run the alignment graph (without it, names "
+        "and sizes are compared)",
     )
     parser.add_argument("--graph", action="store_true", help="also draw how many nodes of each operator a graph has")
 
@@ -52,30 +54,50 @@ def run(args: argparse.Namespace) -> int:
         path = embedded_bundle(args.bundle)
     manifest = load_manifest(path)
     wrong_files = inspection.file_problems(path, manifest, hashes=args.verify)
-    problems, replayed = list(wrong_files.values()), list[str]()
+    problems, replay = list(wrong_files.values()), Replay([], {}, [])
     if args.verify and not problems:
-        problems, replayed = _replay(path, manifest)
+        replay = _replay(path, manifest)
+        problems = replay.problems
     if args.json:
-        checks = {"problems": problems, "hashed": args.verify, "replayed": replayed}
+        checks = {
+            "problems": problems,
+            "hashed": args.verify,
+            "replayed": replay.replayed,
+            "not_replayed": replay.left_out,
+        }
         print(json.dumps({**json.loads(manifest.to_json()), **checks}, indent=2, ensure_ascii=False))
     else:
         print("\n".join(inspection.describe(manifest, wrong_files, histogram=args.graph)))
         if args.verify and not problems:
-            print(f"\nverified: every file's SHA-256; golden sets reproduced: {', '.join(replayed) or 'none'}")
+            print(f"\nverified: every file's SHA-256; reproduced here: {', '.join(replay.replayed) or 'nothing'}")
+            for name, reason in replay.left_out.items():
+                print(f"not replayed: {name}: {reason}")
     for problem in problems:
         print(f"dragoman inspect: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 
-def _replay(path: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
-    """Load the model as a server would, for each graph set of the CPU and the shortlist: what failed, and what held."""
+@dataclass(frozen=True)
+class Replay:
+    """What of a bundle was run here as a server would run it, what was not and why, and what failed."""
+
+    replayed: list[str]
+    left_out: dict[str, str]
+    problems: list[str]
+
+
+def _replay(path: Path, manifest: Manifest) -> Replay:
+    """Load the model as a server would, for each graph set of the CPU and the shortlist.
+
+    Each load replays a golden set, and runs the alignment graph once.
+    """
     runtime.check_runtime()
     from dragoman.pipeline import TextLimits
     from dragoman.served_model import ServedModel
 
     server = ServerConfig()
     limits = TextLimits(server.max_text_bytes, server.max_segments)
-    problems, replayed = [], []
+    result = Replay([], {}, [])
     served = [(graphs.precision, False) for graphs in manifest.graphs if graphs.provider == "cpu"]
     if manifest.shortlist is not None:
         served.append((manifest.shortlist.precision, True))
@@ -83,7 +105,17 @@ def _replay(path: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
         try:
             ServedModel.load(path, EngineConfig(num_slots=8), limits, precision=precision, shortlist=shortlist)
         except BundleError as error:
-            problems.append(str(error))
+            result.problems.append(str(error))
         else:
-            replayed.append(f"cpu/{precision}{' with the shortlist' if shortlist else ''}")
-    return problems, replayed
+            result.replayed.append(f"cpu/{precision}{' with the shortlist' if shortlist else ''}")
+    for graphs in manifest.graphs:
+        if graphs.provider != "cpu":
+            result.left_out[f"{graphs.provider}/{graphs.precision}"] = (
+                "its graphs are for a GPU, and this ran on the CPU"
+            )
+    if manifest.alignment is not None:
+        if served:
+            result.replayed.append("the alignment graph")
+        else:
+            result.left_out["the alignment graph"] = "there are no graphs for the CPU to run it with"
+    return result

@@ -13,7 +13,14 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar
 
-from dragoman.errors import ConfigError, InvalidRequestError, OverloadedError, RowError, SourceTooLongError
+from dragoman.errors import (
+    ConfigError,
+    InvalidRequestError,
+    OverloadedError,
+    ReplyTooLargeError,
+    RowError,
+    SourceTooLongError,
+)
 
 if TYPE_CHECKING:  # heavy
     from dragoman.answer import TextResult, TextScore
@@ -26,7 +33,10 @@ _WINDOW: Final = 128
 ALIGNMENT_MARK: Final = " ||| "
 """Between an answer and its alignment, as Marian has it (https://marian-nmt.github.io/docs)."""
 
-_LINE_ERRORS: Final = (InvalidRequestError, SourceTooLongError, OverloadedError, RowError)
+_MAX_LINE_BYTES: Final = 16 << 20
+"""Of a longer line, nothing is kept but the pieces of this size that are read ahead, ``_WINDOW`` at most."""
+
+_LINE_ERRORS: Final = (InvalidRequestError, SourceTooLongError, ReplyTooLargeError, OverloadedError, RowError)
 """What can be wrong with one line; anything else, such as a wrong model or a dead engine, is wrong with all of them."""
 
 _OVERLOAD_TRIES: Final = 30
@@ -51,15 +61,24 @@ async def lines_of_arguments(texts: list[str]) -> AsyncGenerator[Line]:
 async def lines_of_file(file: BinaryIO) -> AsyncGenerator[Line]:
     """A file's lines, read as they are taken. Raises ConfigError when it cannot be read."""
     number = 0
+    is_rest = False  # of a line that is too long
     async for raw in _read_lines(file):
-        number += 1
         content = raw.removesuffix(b"\n").removesuffix(b"\r") if raw.endswith(b"\n") else raw
+        has_rest = len(raw) == _MAX_LINE_BYTES and content == raw
         text: str | InvalidRequestError
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            text = InvalidRequestError(f"byte {error.start + 1} of the line is no UTF-8: {error.reason}")
-        yield Line(f"line {number}", text, raw[len(content) :])
+        if is_rest or has_rest:
+            text = InvalidRequestError(f"the line has more than {_MAX_LINE_BYTES} bytes: split it")
+        else:
+            try:
+                text = content.decode("utf-8")
+            except UnicodeDecodeError as error:
+                text = InvalidRequestError(f"byte {error.start + 1} of the line is no UTF-8: {error.reason}")
+        is_rest = has_rest
+        if not has_rest:
+            number += 1
+            yield Line(f"line {number}", text, raw[len(content) :])
+    if is_rest:
+        yield Line(f"line {number + 1}", text, b"")
 
 
 async def _read_lines(file: BinaryIO) -> AsyncGenerator[bytes]:
@@ -76,7 +95,7 @@ async def _read_lines(file: BinaryIO) -> AsyncGenerator[bytes]:
             while True:
                 line: bytes | OSError
                 try:
-                    line = file.readline()
+                    line = file.readline(_MAX_LINE_BYTES)
                 except OSError as error:
                     line = error
                 ahead.put(line)
@@ -112,8 +131,8 @@ async def answer_lines(
 
     ``show`` says what to write of an answer; None: all there is to know, as JSON.
 
-    A line that is refused is told on stderr; the job then stops, or goes on with an empty answer. Other errors are
-    raised.
+    A line that is refused is told on stderr; the job then goes on with an empty answer, or stops. Other errors are
+    raised. A line end inside the answer to a text of one line, which a model may make, becomes a blank.
     """
     work: asyncio.Queue[tuple[Line, asyncio.Task[A]] | None] = asyncio.Queue()
     window = asyncio.Semaphore(_WINDOW)
@@ -141,6 +160,8 @@ async def answer_lines(
                 if stop:
                     return status
                 written = _json({"error": {"code": error.code, "message": str(error)}}) if show is None else ""
+            if isinstance(line.text, str) and "\n" not in line.text:  # one line in, one line out
+                written = written.replace("\n", " ")
             out.write(written.encode("utf-8") + line.end)
             window.release()
             if work.empty():

@@ -24,6 +24,7 @@ examples:
   dragoman serve BUNDLE --port 0                   serve a bundle on a free port (printed as JSON when ready)
   dragoman generate giraffe                        answer here, without a server
   dragoman generate --target localhost:50051 < words.txt > answers.txt
+  dragoman explain --text giraffe                  show where the model looks
   dragoman prepare cmudict --out g2p-data          from data to a served model:
   dragoman train g2p-en --out runs/g2p-en
   dragoman evaluate runs/g2p-en --source g2p-data/test.source --target g2p-data/test.target

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from dragoman.config import DEFAULT_MODEL, EngineConfig, ServerConfig, embedded_bundle, embedded_models
+from dragoman.config import (
+    DEFAULT_MODEL,
+    PROVIDERS,
+    DeviceConfig,
+    EngineConfig,
+    ServerConfig,
+    embedded_bundle,
+    embedded_models,
+)
 from dragoman.errors import ConfigError
 
-C = TypeVar("C", EngineConfig, ServerConfig)
+Config = type[EngineConfig] | type[DeviceConfig] | type[ServerConfig]
+C = TypeVar("C", EngineConfig, DeviceConfig, ServerConfig)
 
 _ENGINE_FLAGS: Final = {
     "num_slots": ("--slots", "rows that a replica decodes together"),
@@ -25,11 +35,23 @@ _ENGINE_FLAGS: Final = {
         "KV memory of one replica; a model that could need more is not served",
     ),
     "stuck_seconds": ("--stuck-seconds", "a step that takes longer means a hung engine: the server exits"),
+    "share_equal": ("--no-sharing", "compute the answers to equal requests of one caller each by itself"),
+}
+_DEVICE_FLAGS: Final = {
+    "device_id": ("--device", "the GPU to use, as CUDA counts them"),
+    "mem_limit_bytes": ("--gpu-mem-limit", "bytes of the GPU's memory that each model takes at most; 0: all of it"),
+    "cuda_graphs": ("--no-cuda-graphs", "launch every kernel of a step by itself, to look for faults"),
 }
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The settings of ``EngineConfig`` as options, and which of a bundle's graphs to run."""
+    """The settings of ``EngineConfig`` as options, and which of a bundle's graphs to run, and where."""
+    parser.add_argument(
+        "--provider",
+        choices=PROVIDERS,
+        default=PROVIDERS[0],
+        help="what to run the graphs on; cuda-dry does on the CPU what cuda does, for tests (default: cpu)",
+    )
     parser.add_argument(
         "--precision", metavar="NAME", help="the graphs to run, of those that the bundle has (default: its first)"
     )
@@ -40,21 +62,33 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "vocabulary is large; the model must have been exported with --shortlist",
     )
     add_settings(parser.add_argument_group("engine"), EngineConfig, _ENGINE_FLAGS)
+    add_settings(parser.add_argument_group("GPU, with --provider cuda"), DeviceConfig, _DEVICE_FLAGS)
 
 
 def changed_engine_flags(args: argparse.Namespace) -> list[str]:
-    """The flags of ``EngineConfig`` that were given a value of their own."""
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
-    return [flag for name, (flag, _) in _ENGINE_FLAGS.items() if getattr(args, name, defaults[name]) != defaults[name]]
+    """The flags of the engine and of the GPU that were given a value of their own."""
+    return _changed(args, EngineConfig, _ENGINE_FLAGS) + _changed(args, DeviceConfig, _DEVICE_FLAGS)
 
 
-def add_settings(
-    group: Any, config: type[EngineConfig] | type[ServerConfig], flags: dict[str, tuple[str, str]]
-) -> None:
+def check_device_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError for settings of a GPU that is not used."""
+    if args.provider == "cpu" and (own := _changed(args, DeviceConfig, _DEVICE_FLAGS)):
+        raise ConfigError(f"{', '.join(own)} was given without --provider cuda: graphs on the CPU have no use for it")
+
+
+def _changed(args: argparse.Namespace, config: Config, flags: dict[str, tuple[str, str]]) -> list[str]:
+    defaults = {field.name: field.default for field in fields(config)}
+    return [flag for name, (flag, _) in flags.items() if getattr(args, name, defaults[name]) != defaults[name]]
+
+
+def add_settings(group: Any, config: Config, flags: dict[str, tuple[str, str]]) -> None:
     """One option for each named field of a settings class, with its type and default."""
     defaults = {field.name: field.default for field in fields(config)}
     for name, (flag, help_text) in flags.items():
         default: Any = defaults[name]
+        if isinstance(default, bool):  # the flag says the opposite
+            group.add_argument(flag, dest=name, action="store_false" if default else "store_true", help=help_text)
+            continue
         group.add_argument(
             flag,
             dest=name,
@@ -80,6 +114,18 @@ def bundle_path(bundle: Path | None, model: str | None) -> Path:
     if bundle is not None and model is not None:
         raise ConfigError("a bundle and --model were both given: choose one")
     return bundle if bundle is not None else embedded_bundle(model or DEFAULT_MODEL)
+
+
+def served_paths(bundles: Sequence[Path], model: str | None) -> list[Path]:
+    """The folders to serve: those given, or the one embedded model, or all embedded ones with the default first.
+
+    Raises ConfigError.
+    """
+    if len(bundles) > 1 and model is None:
+        return list(bundles)
+    if bundles or model is not None:
+        return [bundle_path(bundles[0] if bundles else None, model)]
+    return [embedded_bundle(name) for name in sorted(embedded_models(), key=lambda name: name != DEFAULT_MODEL)]
 
 
 def check_runtime() -> None:

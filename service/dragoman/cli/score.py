@@ -2,7 +2,8 @@
 
 A pair is a text and an answer to it, each of one line, with a tab between them: paste makes such lines of two files.
 The number is the sum of the natural log-probabilities of the answer's tokens, the end token included; --json shows each
-of them. Nothing is generated.
+of them. Nothing is generated. A pair that is refused is told on stderr and gives an empty line; the others are scored,
+and the exit status is 1. --on-error stop ends there instead.
 
 It runs the model here, without a server, unless --target names one.
 
@@ -39,8 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-error",
         choices=("stop", "keep-going"),
-        default="stop",
-        help="at a line that is refused: stop there, or print an empty line for it (default: stop)",
+        default="keep-going",
+        help="at a line that is refused: print an empty line for it (with --json, its error), or stop there (default: "
+        "keep-going)",
     )
     runtime.add_engine_arguments(parser)
 

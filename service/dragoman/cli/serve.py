@@ -1,4 +1,6 @@
-"""Serve one model over gRPC, with health, reflection and metrics, until SIGTERM or SIGINT.
+"""Serve models over gRPC, with health, reflection and metrics, until SIGTERM or SIGINT.
+
+Without BUNDLE and --model, all embedded models. A request that names no model goes to the first.
 
 When it is ready, one JSON line goes to stdout: {"port": ..., "metrics_port": ..., "models": [...]}. Logs go to stderr.
 
@@ -15,16 +17,18 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dragoman.cli import runtime
-from dragoman.config import EngineConfig, ServerConfig
+from dragoman.config import DeviceConfig, EngineConfig, ServerConfig
+from dragoman.errors import ConfigError
 
 if TYPE_CHECKING:
     from dragoman.server import Server
 
-SUMMARY = "serve a model over gRPC"
+SUMMARY = "serve models over gRPC"
 EXTRA: str | None = "cpu"
 
 EXIT_ENGINE_DEAD: Final = 70
@@ -49,8 +53,8 @@ logger = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("bundle", type=Path, nargs="?", metavar="BUNDLE", help="a folder made by dragoman export")
-    parser.add_argument("--model", metavar="NAME", help=f"instead of BUNDLE, {runtime.model_help()}")
+    parser.add_argument("bundle", type=Path, nargs="*", metavar="BUNDLE", help="folders made by dragoman export")
+    parser.add_argument("--model", metavar="NAME", help="instead of BUNDLE, one embedded model alone")
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
@@ -65,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     """Load, serve, drain. Does not return when the engine died: a hung thread must not keep the process alive."""
     config = runtime.settings(ServerConfig, args)
     engine = runtime.settings(EngineConfig, args)
-    path = runtime.bundle_path(args.bundle, args.model)
+    paths = runtime.served_paths(args.bundle, args.model)
+    runtime.check_device_flags(args)
     runtime.check_runtime()
     logging.basicConfig(
         stream=sys.stderr, level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -76,25 +81,39 @@ def run(args: argparse.Namespace) -> int:
     from dragoman.served_model import ServedModel
     from dragoman.server import Server
 
+    names = [load_manifest(path).name for path in paths]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"two bundles are named {twice[0]!r}, and metrics tell models apart by their names alone: serve one")
     metrics = ServerMetrics()
-    listener = metrics.listener(load_manifest(path).name)
-    model = ServedModel.load(
-        path,
-        engine,
-        TextLimits(config.max_text_bytes, config.max_segments),
-        listener,
-        precision=args.precision,
-        shortlist=args.shortlist,
-    )
-    kind = model.graphs.precision if model.shortlist is None else f"{model.graphs.precision} with its shortlist"
-    logger.info("loaded %s version %s, %s, from %s", model.name, model.version, kind, path)
-    if not model.graphs.batch_invariant:
-        logger.warning("%s: answers may depend, in their last digits, on who shares the batch", model.graphs.precision)
+    models = []
+    for path, name in zip(paths, names, strict=True):
+        model = ServedModel.load(
+            path,
+            engine,
+            TextLimits(config.max_text_bytes, config.max_segments),
+            metrics.listener(name),
+            provider=args.provider,
+            precision=args.precision,
+            shortlist=args.shortlist,
+            device=runtime.settings(DeviceConfig, args),
+            progress=partial(_tell_warm_up, name),
+        )
+        if model.plan is not None:
+            logger.info("%s on %s takes, each replica: %s", name, args.provider, "; ".join(model.plan.lines()))
+        kind = model.graphs.precision if model.shortlist is None else f"{model.graphs.precision} with its shortlist"
+        logger.info("loaded %s version %s, %s, from %s", model.name, model.version, kind, path)
+        if not model.graphs.batch_invariant:
+            logger.warning("%s: answers may depend, in their last digits, on who shares the batch", kind)
+        models.append(model)
 
     async def main() -> int:
-        return await serve(Server([model], config, metrics), [model.name])
+        return await serve(Server(models, config, metrics), names)
 
     return asyncio.run(main())
+
+
+def _tell_warm_up(name: str, what: str, done: int, total: int) -> None:
+    logger.info("%s warms up: %s, shape %d of %d", name, what, done, total)
 
 
 async def serve(server: Server, names: list[str]) -> int:

@@ -6,16 +6,22 @@ that end are finished, and their places go to the next continuations that do not
 In the last step, all of the first ``beam_size`` are finished. The search stops when ``beam_size`` x ``patience``
 hypotheses are finished; without length penalty already when one that was ranked first is, and ``num_hypotheses`` are in
 all. A beam that may choose nothing is dropped; when none is left and nothing was finished, the request fails.
+
+With a coverage penalty, which is not known here, whoever asked ranks anew: the search never ends before ``beam_size`` x
+``patience``, and hands over all that was finished. Beside ``stop`` texts, a beam that cannot go on may have had its end
+long ago: it is handed over, too, with its error.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from dragoman.engine.choice import Offers, Ranked
 from dragoman.engine.repetition import loops
 from dragoman.engine.search import Hypothesis, Progress, check_usable
+from dragoman.errors import ImpossibleError
 from dragoman.types import FinishReason, GenerationRequest, HypothesisResult
 
 
@@ -37,6 +43,9 @@ class Beam:
     total: float  # the sum of log-probabilities
 
 
+_NOTHING: Final = Ranked([], [])
+
+
 class BeamSearch:
     """One request's beams: ``beam_size`` rows, of which each live beam owns one."""
 
@@ -45,8 +54,10 @@ class BeamSearch:
         self.rows = [Hypothesis(decoder_start) for _ in range(request.search.beam_size)]
         # Until they part, all rows read the same: the first stands for all.
         self._beams = [Beam(self.rows[0], 0.0)]
+        self._is_ranked_anew = bool(request.stop) or request.search.coverage_penalty != 0
         self._parted = False
         self._finished: list[tuple[float, Hypothesis]] = []  # with their scores
+        self._failed: list[tuple[float, Hypothesis]] = []  # with their scores; kept beside stop texts alone
         self._first_finished = False
         self._num_steps = 0  # behind the prefix
         self._num_certain = 0  # tokens that all hypotheses have in common and that were told
@@ -57,20 +68,20 @@ class BeamSearch:
         return [beam.row for beam in self._beams]
 
     def advance(self, offers: Offers) -> Progress:
-        progress = Progress()
         place = len(self.rows[0].tokens)
         if not self._parted and place < len(self._request.prefix):
             for row in self.rows:
                 row.append(self._request.prefix[place])
+            progress = Progress([])
         else:
             self._num_steps += 1
-            self._advance(offers, progress)
+            progress = self._advance(offers)
         self._tell(progress)
         return progress
 
-    def _advance(self, offers: Offers, progress: Progress) -> None:
+    def _advance(self, offers: Offers) -> Progress:
         size = self._request.search.beam_size
-        offered = [self._offered(beam.row, offers) for beam in self._beams]
+        offered = [self._offered(beam, offers) for beam in self._beams]
         best = sorted(
             (-(beam.total + log_prob), origin, token, log_prob)
             for origin, (beam, ranked) in enumerate(zip(self._beams, offered, strict=True))
@@ -89,22 +100,37 @@ class BeamSearch:
                 going.append(continuation)
         if last or self._enough():
             going = []
-        if not going and not self._finished:  # several beams, and none may choose anything
+        if not going and not self._finished and not self._failed:  # several beams, and none may choose anything
             check_usable(-math.inf, len(self._beams[0].row.tokens))
-        self._go_on(going, offered, progress)
-        progress.finished = not going
-        if progress.finished:
-            self._finished.sort(key=lambda finished: -finished[0])
-            progress.released = self.rows
-            self.rows = []
+        forks = self._go_on(going, offered)
+        if going:
+            return Progress([], forks)
+        self._finished.sort(key=lambda finished: -finished[0])
+        released, self.rows = self.rows, []
+        return Progress([], forks, released, finished=True)
 
-    def _offered(self, row: Hypothesis, offers: Offers) -> Ranked:
-        """What a beam may go on with: nothing, where all is forbidden to it."""
-        value, num_tokens = offers.value(row.slot), len(row.tokens)
-        if value == -math.inf and (len(self._beams) > 1 or self._finished):
-            return Ranked([], [])
-        check_usable(value, num_tokens)
-        return offers.ranked(row.slot, 2 * self._request.search.beam_size)
+    def _offered(self, beam: Beam, offers: Offers) -> Ranked:
+        """What a beam may go on with: nothing, where all is forbidden to it, or it cannot go on."""
+        row = beam.row
+        try:
+            value = offers.value(row.slot)
+            if value == -math.inf and (len(self._beams) > 1 or self._finished) and not self._request.stop:
+                return _NOTHING
+            check_usable(value, len(row.tokens))
+            return offers.ranked(row.slot, 2 * self._request.search.beam_size)
+        except Exception as error:  # whatever it was, it is this beam's alone
+            if not self._request.stop:
+                raise
+            self._set_aside(beam, error)
+            return _NOTHING
+
+    def _set_aside(self, beam: Beam, error: Exception) -> None:
+        """A beam that cannot go on, if it is one of the best of these. Those without numbers are told in any case."""
+        row = Hypothesis(0, [*beam.row.tokens], [*beam.row.token_scores], beam.row.top)
+        row.fail(error)
+        self._failed.append((self._score(beam.total, len(row.token_scores)), row))
+        self._failed.sort(key=lambda failed: (isinstance(failed[1].error, ImpossibleError), -failed[0]))
+        del self._failed[self._request.search.beam_size :]
 
     def _end(self, continuation: Continuation, *, last: bool) -> FinishReason | None:
         """Why a continuation ends here, if it does."""
@@ -119,7 +145,7 @@ class BeamSearch:
 
     def _enough(self) -> bool:
         search = self._request.search
-        if search.length_penalty == 0:  # scores only fall
+        if search.length_penalty == search.coverage_penalty == 0:  # scores only fall
             return self._first_finished and len(self._finished) >= search.num_hypotheses
         return len(self._finished) >= max(1, math.floor(search.beam_size * search.patience + 0.5))
 
@@ -128,8 +154,11 @@ class BeamSearch:
         if continuation.token != self._eos:
             row.tokens.append(continuation.token)
         row.finish_reason = reason
-        length = len(row.tokens) - len(self._request.prefix) + (continuation.token == self._eos)
-        self._finished.append((continuation.total / length**self._request.search.length_penalty, row))
+        self._finished.append((self._score(continuation.total, len(row.token_scores)), row))
+
+    def _score(self, total: float, length: int) -> float:
+        score: float = total / max(1, length) ** self._request.search.length_penalty
+        return score
 
     def _continued(self, continuation: Continuation, offered: list[Ranked]) -> Hypothesis:
         """The origin's tokens, and one score more: a copy that owns no slot."""
@@ -140,19 +169,22 @@ class BeamSearch:
             top = [*top, Ranked(first.tokens[:count], first.log_probs[:count])]
         return Hypothesis(continuation.token, [*origin.tokens], [*origin.token_scores, continuation.log_prob], top)
 
-    def _go_on(self, going: list[Continuation], offered: list[Ranked], progress: Progress) -> None:
-        """Give each continuation a row: its origin's, or where another has it, one that none comes from."""
+    def _go_on(self, going: list[Continuation], offered: list[Ranked]) -> list[tuple[Hypothesis, Hypothesis]]:
+        """Give each continuation a row: its origin's, or where another has it, one that none comes from.
+
+        Returns the rows to copy, and what to.
+        """
         continued = [self._continued(continuation, offered) for continuation in going]
         origins = [self._beams[continuation.origin].row for continuation in going]
         wanted = {id(row) for row in origins}
         free = [row for row in self.rows if id(row) not in wanted]
-        beams, used = [], set[int]()
+        beams, used, forks = [], set[int](), []
         for continuation, new, origin in zip(going, continued, origins, strict=True):
             row = origin
             if id(origin) in used:
                 row = free.pop(0)
                 if self._parted:
-                    progress.forks.append((origin, row))
+                    forks.append((origin, row))
             used.add(id(row))
             beams.append((row, new, continuation))
         for row, new, continuation in beams:
@@ -160,28 +192,29 @@ class BeamSearch:
             row.append(continuation.token)
         self._beams = [Beam(row, continuation.total) for row, _, continuation in beams]
         self._parted = True
+        return forks
 
     def _tell(self, progress: Progress) -> None:
         """The tokens that every answer will have: those that all live and finished hypotheses begin with."""
-        finished = [row.tokens for _, row in self._finished]
-        if progress.finished:
-            progress.tokens = finished[0][self._num_certain :]
-            return
-        answers = [*finished, *(beam.row.tokens for beam in self._beams)]
-        place = self._num_certain
+        answers = [row.tokens for _, row in self._finished + self._failed]
+        if progress.finished and not self._is_ranked_anew:
+            answers = answers[:1]
+        elif not progress.finished:
+            answers += [beam.row.tokens for beam in self._beams]
+        first, place = answers[0], self._num_certain
         shortest = min(map(len, answers))
-        while place < shortest and all(tokens[place] == answers[0][place] for tokens in answers):
-            progress.tokens.append(answers[0][place])
+        while place < shortest and all(tokens[place] == first[place] for tokens in answers):
             place += 1
+        progress.tokens = first[self._num_certain : place]
         self._num_certain = place
 
-    def stop(self, reason: FinishReason = FinishReason.STOP_SEQUENCE) -> None:
+    def stop(self) -> None:
         raise AssertionError("a beam search ends by itself; its texts are cut at the end")
 
     def results(self) -> tuple[HypothesisResult, ...]:
         scored = self._request.return_scores
-        best = self._finished[: self._request.search.num_hypotheses]
-        return tuple(row.result(score if scored else None) for score, row in best)
+        count = None if self._request.search.coverage_penalty else self._request.search.num_hypotheses
+        return tuple(row.result(score if scored else None) for score, row in self._finished[:count] + self._failed)
 
     def num_tokens(self) -> int:
         rows = [row for _, row in self._finished[: self._request.search.num_hypotheses]]

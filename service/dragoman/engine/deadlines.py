@@ -21,10 +21,9 @@ class Deadlines:
 
     def put(self, sequence: Sequence, waiting: Container[Sequence]) -> None:
         """Watch a sequence, if it has a deadline. ``waiting``: those that are still worth watching."""
-        deadline = sequence.request.deadline
-        if deadline is None:
+        if sequence.deadline == math.inf:
             return
-        heapq.heappush(self._heap, (deadline, next(self._numbers), sequence))
+        heapq.heappush(self._heap, (sequence.deadline, next(self._numbers), sequence))
         if len(self._heap) > self._limit:  # most of them may be over for long
             self._heap = [entry for entry in self._heap if entry[2] in waiting]
             heapq.heapify(self._heap)

@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as List
+from concurrent.futures import Future
 from typing import Any
 
 from dragoman.config import EngineConfig
 from dragoman.engine.forecast import Forecast
 from dragoman.engine.queue import Queue
-from dragoman.engine.replica import Delivery, Replica, TokenRules
-from dragoman.engine.sequence import Sequence
+from dragoman.engine.replica import Replica, TokenRules
+from dragoman.engine.sequence import Delivery, Sequence
 from dragoman.errors import DeadlineError, DragomanError, EngineDeadError, NotReadyError
 from dragoman.types import (
     EngineSnapshot,
@@ -49,7 +50,6 @@ class Stream:
         self._outcome: GenerationResult | DragomanError | None = None
         self._read = False
         self._news = asyncio.Event()
-        self.partial: GenerationResult | None = None  # once it has failed: what a request of one row had before
 
     def __aiter__(self) -> AsyncIterator[GenerationUpdate]:
         return self
@@ -73,23 +73,19 @@ class Stream:
             self._engine._cancel(self._sequence)
 
     def stop(self) -> None:
-        """End well at the next step: the text has what it was to end with. Any number of times, also after the end.
+        """End well at the next step: the text has one of ``request.stop``. Any number of times, also after the end.
 
-        Raises ValueError for a beam search, which ends by itself.
+        Whoever shares the run has the same text, and so this end, too. Raises ValueError for a request without such
+        texts, and for a beam search, which ends by itself.
         """
-        if self._sequence.request.search.beam_size > 1:
-            raise ValueError("a beam search cannot be ended early: cut its texts at the end")
+        request = self._sequence.request
+        if not request.stop or request.search.beam_size > 1:
+            raise ValueError("only a request with stop texts can be ended early, and no beam search: cut it at the end")
         self._sequence.stop()
 
-    def _deliver(
-        self,
-        tokens: list[int],
-        outcome: GenerationResult | DragomanError | None,
-        partial: GenerationResult | None = None,
-    ) -> None:
+    def _deliver(self, tokens: list[int], outcome: GenerationResult | DragomanError | None) -> None:
         self._tokens += tokens
         self._outcome = outcome
-        self.partial = partial
         self._news.set()
 
 
@@ -117,11 +113,28 @@ class Engine:
         self._idle.set()
         self._dead = asyncio.Event()
 
+    def prepare(self, work: Callable[[Runner], None]) -> None:
+        """Run ``work`` on each replica's own thread before it takes requests, one after the other. Blocks.
+
+        For runners whose threads matter: what a device captures or plans is its thread's own. Raises what ``work``
+        raises; the engine is of no use then.
+        """
+        try:
+            for thread in self._threads:
+                thread.prepare(work)
+        except BaseException:
+            self._queue.close()
+            for thread in self._threads:
+                thread.release()
+            raise
+
     def start(self) -> None:
         """Start the replicas; they deliver to the running event loop."""
         self._loop = asyncio.get_running_loop()
         for thread in self._threads:
-            thread.start()
+            thread.release()
+            if thread.ident is None:
+                thread.start()
         self._watchdog = self._loop.create_task(self._watch())
 
     @property
@@ -134,9 +147,9 @@ class Engine:
         """How many requests may wait."""
         return self._config.max_waiting
 
-    def check_room(self, num_requests: int, caller: str = "") -> None:
+    def check_room(self, num_requests: int, caller: str = "", priority: int = 0) -> None:
         """Raises OverloadedError unless so many more of this caller's may wait: worth asking before they are made."""
-        self._queue.check_room(num_requests, caller)
+        self._queue.check_room(num_requests, caller, priority)
 
     def submit(self, request: GenerationRequest) -> Stream:
         """Queue a request.
@@ -198,6 +211,7 @@ class Engine:
         if self._watchdog is not None:
             self._watchdog.cancel()
         for thread in self._threads:
+            thread.release()
             if thread.is_alive():
                 await asyncio.to_thread(thread.join, self._config.stuck_seconds)
         self._end_all(NotReadyError("the server stopped before this request was done"))
@@ -213,13 +227,13 @@ class Engine:
             if stream is None:  # ended already, by a failure or a close
                 continue
             if delivery.stats is not None:
-                if delivery.stats.code == "ok":
+                if delivery.stats.code == "ok" and not delivery.stats.shared:
                     timing = delivery.stats.timing
                     seconds = timing.total_seconds - timing.queue_seconds
                     self._forecast.learn(delivery.sequence.request, seconds, time.monotonic())
                 self._tell(delivery.stats)
                 del self._streams[delivery.sequence]
-            stream._deliver(delivery.tokens, delivery.outcome, delivery.partial)
+            stream._deliver(delivery.tokens, delivery.outcome)
         if not self._streams:
             self._idle.set()
 
@@ -263,6 +277,19 @@ class ReplicaThread(threading.Thread):
         self._engine = engine
         self._replica = replica
         self._step_started: float | None = None  # None while it waits for work
+        self._preparation: tuple[Callable[[Runner], None], Future[None]] | None = None
+        self._released = threading.Event()
+
+    def prepare(self, work: Callable[[Runner], None]) -> None:
+        """Start, and run ``work`` on this thread, which then waits for ``release``. Raises what ``work`` raises."""
+        done: Future[None] = Future()
+        self._preparation = work, done
+        self.start()
+        done.result()
+
+    def release(self) -> None:
+        """Let the thread take requests; before that it takes none if it was prepared."""
+        self._released.set()
 
     def busy_seconds(self, now: float) -> float:
         """How long the current step has taken; 0 while idle."""
@@ -271,6 +298,15 @@ class ReplicaThread(threading.Thread):
 
     def run(self) -> None:
         engine, queue = self._engine, self._engine._queue
+        if self._preparation is not None:
+            work, done = self._preparation
+            try:
+                work(self._replica.runner)
+            except BaseException as error:  # whatever it was, it is raised where the preparation was asked for
+                done.set_exception(error)
+                return
+            done.set_result(None)
+            self._released.wait()
         try:
             while not queue.closed:
                 if not self._replica.scheduler.num_rows and not queue.wait():

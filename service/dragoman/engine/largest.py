@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from dragoman.types import FloatArray, IntArray
 
-BLOCK = 64  # of the vocabulary: large enough that there are few maxima, small enough that few tokens are sorted
+BLOCK: Final = 64  # values: large enough that there are few maxima, small enough that few values are sorted
+_FEW: Final = 128
 
 
 def largest(values: FloatArray, count: int) -> IntArray:
@@ -20,11 +23,22 @@ def largest(values: FloatArray, count: int) -> IntArray:
         places = np.arange(size)
     else:
         whole = size // BLOCK * BLOCK
-        # Partitioning the maxima, where it does, takes a fraction of the time.
-        numbers = values[:whole].reshape(-1, BLOCK).max(axis=1) if count * BLOCK < size else values
+        # Partitioning the maxima, where it does, takes a fraction of the time. A block's values lie apart, so that
+        # numpy takes many blocks' maxima at once.
+        numbers = values[:whole].reshape(BLOCK, -1).max(axis=0) if count * BLOCK < size else values
         threshold = np.partition(numbers, len(numbers) - count)[len(numbers) - count]
         (places,) = np.nonzero(values >= threshold)
-    # Stable: places rise, so that of equal values the smaller comes first.
-    order = np.argsort(-values[places], kind="stable")[:count]
-    result: IntArray = places[order]
-    return result
+    return _sorted(values[places], places)[:count]
+
+
+def _sorted(values: FloatArray, places: IntArray) -> IntArray:
+    """Places, which rise, by falling value; of equal values, the smaller place first. No value is NaN."""
+    if len(places) <= _FEW:
+        order: IntArray = places[np.argsort(-values, kind="stable")]
+        return order
+    # Whole numbers of a value and its place, of which no two are equal, are sorted several times faster.
+    bits = (values + np.float32(0)).view(np.uint32)  # zero of either sign has the bits of 0.0
+    falling = np.where(bits >> 31, bits, bits ^ np.uint32(0x7FFFFFFF))  # the larger the value, the smaller
+    keys = falling.astype(np.uint64) << np.uint64(32) | places.astype(np.uint64)
+    keys.sort()
+    return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)

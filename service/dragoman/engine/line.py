@@ -85,6 +85,10 @@ class Line:
         """The last of this caller's, if any waits here."""
         return next(reversed(self._callers[caller].sequences)) if caller in self._callers else None
 
+    def num_of(self, caller: str) -> int:
+        """How many of this caller's wait here."""
+        return len(self._callers[caller].sequences) if caller in self._callers else 0
+
     def work_before(self, caller: str, work: int) -> int:
         """How much is done before a sequence of so much work that this caller would append, as things stand."""
         own = self._callers[caller].work if caller in self._callers else 0

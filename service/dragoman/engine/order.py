@@ -57,6 +57,10 @@ class Order:
         found = (self._lines[priority].newest(caller) for priority in sorted(self._lines))
         return next(sequence for sequence in found if sequence is not None)
 
+    def num_below(self, caller: str, priority: int) -> int:
+        """How many of this caller's wait in lower priorities."""
+        return sum(line.num_of(caller) for below, line in self._lines.items() if below < priority)
+
     def work_before(self, sequence: Sequence) -> int:
         """How much goes before a sequence that is not put yet, as things stand; lower priorities are not counted."""
         request = sequence.request

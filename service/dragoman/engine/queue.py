@@ -3,7 +3,9 @@
 - *Order*: the higher priority first, but for every fourth turn; within a priority, callers take turns by the work they
   ask for; of one caller, first come first served (``order.py``, ``line.py``).
 - *Room*: when all places are taken, a caller that holds fewer than its even share of them gets a place of whoever holds
-  the most; that one's newest request ends with OverloadedError. So nobody can shut the others out.
+  the most; that one's newest request ends with OverloadedError. So nobody can shut the others out. A caller that may
+  have no more places gets one of its own for a request of a higher priority: the newest of its lowest ends so. No other
+  caller's: a priority is what a caller says of its own requests, and would take places from all who say less.
 - *Several rows*: a sequence whose turn has come and that needs more rows than are free is set aside, one at a time, and
   goes before all others as soon as a replica has the rows. Until then those behind it pass, but never hold more rows at
   a time than it leaves of a replica's. So once it is set aside, it waits no longer than the longest of the runs that go
@@ -53,7 +55,8 @@ class Queue:
         self._displaced: list[Dropped] = []  # for the next sweep to hand out
         self._num_running = 0
         self._closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     @property
     def num_waiting(self) -> int:
@@ -64,12 +67,11 @@ class Queue:
         """Callers of whom a sequence waits."""
         return len(self._num_held)
 
-    def check_room(self, num_sequences: int, caller: str = "") -> None:
+    def check_room(self, num_sequences: int, caller: str = "", priority: int = 0) -> None:
         """Raises OverloadedError when so many more of this caller's would not fit into the queue."""
-        with self._changed:  # reentrant; without it, the last one of this caller's may be taken between two looks
-            held = self._num_held.get(caller, 0)
-            share = self._max_waiting // (len(self._num_held) + (held == 0))
-            if len(self._waiting) + num_sequences > self._max_waiting and held + num_sequences > share:
+        with self._lock:  # reentrant; without it, the last one of this caller's may be taken between two looks
+            room = self._room(caller)
+            if num_sequences > room and num_sequences > room + self._order.num_below(caller, priority):
                 raise OverloadedError(
                     f"{len(self._waiting)} requests wait already, the limit is {self._max_waiting}: retry later"
                 )
@@ -78,7 +80,7 @@ class Queue:
         """How many row-steps are expected to go before a sequence that is not put yet, as things stand."""
         if not self._waiting:
             return 0
-        with self._changed:
+        with self._lock:
             aside = 0 if self._aside is None else expected_work(self._aside)
             return aside + self._order.work_before(sequence)
 
@@ -95,10 +97,10 @@ class Queue:
                 f"{self._num_slots} at a time: ask for fewer"
             )
         caller = sequence.request.caller
-        with self._changed:
-            self.check_room(1, caller)
+        with self._lock:
             if len(self._waiting) >= self._max_waiting:
-                self._displace()
+                self.check_room(1, caller, sequence.request.priority)
+                self._displace(caller)
             self._waiting.add(sequence)
             self._num_held[caller] = self._num_held.get(caller, 0) + 1
             self._order.put(sequence)
@@ -107,14 +109,14 @@ class Queue:
 
     def wait(self) -> bool:
         """Block until there is something to take or sweep (True) or the queue is closed (False)."""
-        with self._changed:
+        with self._lock:
             while not (self._waiting or self._displaced or self._closed):
                 self._changed.wait()
             return not self._closed
 
     def close(self) -> None:
         """Wake every waiter for good."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 
@@ -124,14 +126,14 @@ class Queue:
 
     def cancelled(self, sequence: Sequence) -> None:
         """This sequence was cancelled: if it waits here, the next sweep drops it. Where else it is does not matter."""
-        with self._changed:
+        with self._lock:
             self._cancelled.append(sequence)
 
     def sweep(self, now: float) -> list[Dropped]:
         """Remove and return the waiting sequences that are cancelled, past their deadline, or displaced by others."""
         if now < self._deadlines.next and not self._cancelled and not self._displaced:
             return []
-        with self._changed:
+        with self._lock:
             dropped, self._displaced = self._displaced, []
             over, self._cancelled = self._cancelled + self._deadlines.passed(now), []
             for sequence in over:
@@ -153,7 +155,7 @@ class Queue:
             return []
         taken: list[Sequence] = []
         longest = 0
-        with self._changed:
+        with self._lock:
             share = -(-(len(self._waiting) + self._num_running) // self._num_replicas)
             while (sequence := self._next(num_free, num_running + len(taken) < share)) is not None:
                 longest = max(longest, len(sequence.request.source))
@@ -167,7 +169,7 @@ class Queue:
 
     def finished(self, count: int) -> None:
         """So many taken sequences run no longer."""
-        with self._changed:
+        with self._lock:
             self._num_running -= count
 
     def _next(self, num_free: int, within_share: bool) -> Sequence | None:
@@ -217,12 +219,20 @@ class Queue:
         if not self._num_held[caller]:
             del self._num_held[caller]
 
-    def _displace(self) -> None:
-        """Take a place from whoever holds the most: more than an even share, since another lacks one."""
-        sequence = self._order.newest(max(self._num_held, key=self._num_held.__getitem__))
+    def _room(self, caller: str) -> int:
+        """So many places are free, or others hold them beyond an even share that this caller has not got."""
+        held = self._num_held.get(caller, 0)
+        share = self._max_waiting // (len(self._num_held) + (held == 0))
+        return max(self._max_waiting - len(self._waiting), share - held)
+
+    def _displace(self, caller: str) -> None:
+        """Make room for this caller's: of whoever holds the most, or where that would be unfair, of its own."""
+        if self._room(caller) > 0:
+            sequence = self._order.newest(max(self._num_held, key=self._num_held.__getitem__))
+            whose = "most of them this caller's: the newest of these made room for another caller's"
+        else:
+            sequence = self._order.newest(caller)
+            whose = "and this one made room for one of the same caller's with a higher priority"
         self._remove(sequence)
-        error = OverloadedError(
-            f"{self._max_waiting} requests wait, which is the limit, most of them this caller's: the newest of these "
-            "made room for another caller's: retry later"
-        )
+        error = OverloadedError(f"{self._max_waiting} requests wait, which is the limit, {whose}: retry later")
         self._displaced.append(Dropped(sequence, error))

@@ -13,22 +13,21 @@ import numpy as np
 
 from dragoman.config import EngineConfig
 from dragoman.engine.beam import BeamSearch
-from dragoman.engine.choice import Offers
-from dragoman.engine.queue import Dropped, Queue
-from dragoman.engine.scheduler import Scheduler, failure
-from dragoman.engine.search import TokenSearch
-from dragoman.engine.sequence import Sequence
+from dragoman.engine.choice import HostOffers, as_slices
+from dragoman.engine.queue import Queue
+from dragoman.engine.scheduler import Run, Scheduler
+from dragoman.engine.search import TokenSearch, failure
+from dragoman.engine.sequence import Delivery, Sequence
 from dragoman.engine.slots import Move
 from dragoman.engine.steering import steer
 from dragoman.errors import DragomanError, InvalidRequestError, OverloadedError
 from dragoman.types import (
     GenerationRequest,
     GenerationResult,
-    IntArray,
-    RequestStats,
     Runner,
     StatsListener,
     StepStats,
+    TokenIds,
 )
 
 
@@ -46,17 +45,6 @@ class TokenRules:
         return Sequence(request, search(request, self.decoder_start, self.eos), arrived=time.monotonic())
 
 
-@dataclass(slots=True)
-class Delivery:
-    """What one step did to one sequence. An end comes with its outcome and its stats."""
-
-    sequence: Sequence
-    tokens: list[int]
-    outcome: GenerationResult | DragomanError | None = None
-    stats: RequestStats | None = None
-    partial: GenerationResult | None = None  # with an error: what was there before it
-
-
 class Replica:
     """Takes sequences from the queue, runs them together, and hands over what each step produced."""
 
@@ -69,99 +57,92 @@ class Replica:
         listener: StatsListener | None = None,
     ) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(queue, runner.num_slots, config.max_encode_tokens)
+        self.scheduler = Scheduler(queue, runner.num_slots, config.max_encode_tokens, shares=config.share_equal)
         self._rules = rules
-        self._never_generated: IntArray = np.array(rules.never_generated, np.int64)
+        self._never_generated = as_slices(rules.never_generated)
         self._listener = listener
-        self._deliveries: list[Delivery] = []
 
     def step(self) -> list[Delivery]:
         """Drop what is over, admit and encode what waits, decode one token a row."""
         plan = self.scheduler.schedule(time.monotonic())
-        for dropped in plan.dropped:
-            self._end(dropped.sequence, dropped.error)
-        for sequence in plan.stopped:
-            self._end(sequence, sequence.result(time.monotonic()))
+        deliveries = plan.deliveries
         self._move(plan.moves)
         if plan.admitted:
-            self._encode(plan.admitted)
+            deliveries += self._encode(plan.admitted)
         if self.scheduler.num_rows:
-            self._decode()
-        deliveries, self._deliveries = self._deliveries, []
+            deliveries += self._decode()
         return deliveries
 
-    def _encode(self, admitted: list[Sequence]) -> None:
-        installed: list[Sequence] = []
-        rejected: list[Dropped] = []
-        for sequence in admitted:
+    def _encode(self, admitted: list[Run]) -> list[Delivery]:
+        """Returns the ends of those for which there was no room."""
+        installed: list[Run] = []
+        ends: list[Delivery] = []
+        rejected: list[tuple[Run, OverloadedError]] = []
+        for run in admitted:
             try:
-                request = sequence.request
+                request = run.request
                 self.runner.reserve(len(request.source), len(request.prefix) + request.max_new_tokens)
-                installed.append(sequence)
+                installed.append(run)
             except OverloadedError as error:
-                rejected.append(Dropped(sequence, error))
-        for sequence, reason in rejected:
-            # The rows that move here were admitted a moment ago and hold nothing yet: they are installed below.
-            self._move(self.scheduler.reject(sequence))
-            self._end(sequence, reason)
+                rejected.append((run, error))
+        # The rows that move here were admitted a moment ago and hold nothing yet: they are installed below.
+        for run, reason in rejected:
+            ends += self._reject(run, reason)
         if not installed:
-            return
+            return ends
         started = time.monotonic()
-        sources = [sequence.request.source for sequence in installed]
-        self.runner.admit(
-            sources,
-            [[row.slot for row in sequence.hypotheses] for sequence in installed],
-            [sequence.request.prefix for sequence in installed],
-        )
+        sources = [run.request.source for run in installed]
+        try:
+            self.runner.admit(
+                sources,
+                [[row.slot for row in run.rows] for run in installed],
+                [_may_come(run.request) for run in installed],
+            )
+        except OverloadedError as error:  # nothing was installed: those that run already go on
+            for run in installed:
+                ends += self._reject(run, error)
+            return ends
         ended = time.monotonic()
-        for sequence in installed:
-            sequence.encoded = ended
-            sequence.encode_seconds = ended - started
-        tokens = sum(map(len, sources))
-        padded = len(sources) * max(map(len, sources))
-        self._tell(StepStats("encode", ended - started, len(sources), tokens, padded))
+        for run in installed:
+            for sequence in run.sequences:
+                sequence.encoded = ended
+                sequence.encode_seconds = ended - started
+        if self._listener is not None:
+            tokens = sum(map(len, sources))
+            padded = len(sources) * max(map(len, sources))
+            self._listener.on_step(StepStats("encode", ended - started, len(sources), tokens, padded))
+        return ends
 
-    def _decode(self) -> None:
+    def _reject(self, run: Run, reason: OverloadedError) -> list[Delivery]:
+        self._move(self.scheduler.reject(run))
+        return [sequence.ended(reason, time.monotonic()) for sequence in run.sequences]
+
+    def _decode(self) -> list[Delivery]:
         started = time.monotonic()
         inputs = np.array(self.scheduler.inputs(), np.int64)  # (R,)
-        logits = self.runner.decode(inputs)  # (R, V)
-        logits[:, self._never_generated] = -np.inf
-        failures: dict[Sequence, DragomanError] = {}
-        for sequence, row in self.scheduler.steered():
+        step = self.runner.decode(inputs)
+        offers = HostOffers(step, self._never_generated) if isinstance(step, np.ndarray) else step
+        for row, request, steering in self.scheduler.steered():
             try:
-                steer(logits[row.slot], row.tokens, sequence.request, self._rules.eos)
+                steer(offers.edit(row.slot, steering.allowed), row.tokens, request, self._rules.eos)
             except Exception as error:  # a request's options must not harm another's
-                failures[sequence] = failure(error)
-        update = self.scheduler.update(Offers(logits), failures, ended := time.monotonic())
+                offers.fail(row.slot, failure(error))
+        update = self.scheduler.update(offers, ended := time.monotonic())
         for fork in update.forks:
             self.runner.fork(fork.source, fork.target)
         self._move(update.moves)
-        for advance in update.advances:
-            if advance.error is not None:
-                self._end(advance.sequence, advance.error, partial=advance.sequence.partial(ended))
-            elif advance.finished:
-                self._end(advance.sequence, advance.sequence.result(ended), advance.tokens)
-            else:
-                self._deliveries.append(Delivery(advance.sequence, advance.tokens))
-        self._tell(StepStats("decode", ended - started, len(inputs), len(inputs), len(inputs)))
+        if self._listener is not None:
+            self._listener.on_step(StepStats("decode", ended - started, len(inputs), len(inputs), len(inputs)))
+        return update.deliveries
 
     def _move(self, moves: list[Move]) -> None:
         for move in moves:
             self.runner.move(move.source, move.target)
 
-    def _end(
-        self,
-        sequence: Sequence,
-        outcome: GenerationResult | DragomanError,
-        tokens: list[int] | None = None,
-        partial: GenerationResult | None = None,
-    ) -> None:
-        stats = sequence.stats(outcome.code if isinstance(outcome, DragomanError) else "ok", time.monotonic())
-        self._deliveries.append(Delivery(sequence, tokens or [], outcome, stats, partial))
 
-    def _tell(self, stats: StepStats) -> None:
-        if self._listener is not None:
-            self._listener.on_step(stats)
+def _may_come(request: GenerationRequest) -> TokenIds:
+    """What a request's answers may hold, whatever else is likely."""
+    return request.prefix if request.steering is None else (*request.prefix, *request.steering.allowed)
 
 
 def generate_all(

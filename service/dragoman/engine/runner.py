@@ -1,4 +1,4 @@
-"""Runs a bundle's graphs with ONNX Runtime on the CPU: the only file that imports it.
+"""Runs a bundle's graphs with ONNX Runtime on the CPU; elsewhere: ``device_runner.py``.
 
 ``OrtModel`` holds the sessions, once a process; every replica has an ``OrtRunner`` of its own over them, with its own
 KV state and buffers. Inputs and outputs of a step are bound by address: a step copies its input tokens, nothing else.
@@ -48,11 +48,13 @@ class OrtModel:
         self,
         shape: ModelShape,
         graphs: GraphSet,
-        content: Callable[[str], bytes],
+        content: Callable[[str], bytes | Path],
         num_threads: int = 1,
         shortlist: Shortlist | None = None,
     ) -> None:
-        """``content`` gives a declared file's bytes. With a ``shortlist``, its decoder takes the place of the set's.
+        """``content`` gives a declared file's bytes, or where they lie.
+
+        With a ``shortlist``, its decoder takes the place of the set's.
 
         Raises BundleError when a file does not load or a signature is not the declared one.
         """
@@ -60,8 +62,8 @@ class OrtModel:
         self.shortlist = None if shortlist is None else _read_shortlist(shortlist, shape, content(shortlist.table))
         decoder = graphs.decoder if shortlist is None else shortlist.decoder
         self.cache_type = _cache_type(decoder)
-        self.encoder = open_graph(graphs.encoder, content(graphs.encoder.file), num_threads)
-        self.decoder = open_graph(decoder, content(decoder.file), num_threads)
+        self.encoder = open_graph(graphs.encoder, content, num_threads)
+        self.decoder = open_graph(decoder, content, num_threads)
 
 
 class OrtRunner:
@@ -76,6 +78,11 @@ class OrtRunner:
         self._capacities: dict[str, NDArray[np.int32]] = {}
         self._bindings: dict[int, Any] = {}  # by number of rows
         self._bound_generation = -1, -1  # of the KV state and of the columns
+
+    @property
+    def encoder(self) -> ort.InferenceSession:
+        """The encoder graph's session, which any thread may run."""
+        return self._model.encoder
 
     @property
     def num_slots(self) -> int:
@@ -167,23 +174,25 @@ class OrtRunner:
         return self._bindings[rows]
 
 
-def optimized_graph(file: str, content: bytes) -> bytes:
-    """A graph as a session has it after ONNX Runtime's own optimisation: ONNX bytes, without the larger weights.
+def optimized_graph(path: Path) -> bytes:
+    """A graph file as a session has it after ONNX Runtime's own optimisation: ONNX bytes, without the larger weights.
 
-    The session is opened just as for running. Raises BundleError naming ``file`` when it cannot be.
+    The session is opened just as for running; what ONNX Runtime writes lies beside the file for a moment. Raises
+    BundleError naming the file when it cannot be opened.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "optimized.onnx")
-        options = _options(num_threads=1)
-        options.optimized_model_filepath = str(path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        optimized = Path(folder, "optimized.onnx")
+        options = session_options(num_threads=1)
+        options.optimized_model_filepath = str(optimized)
         prefix = "session.optimized_model_external_initializers"
         options.add_session_config_entry(f"{prefix}_file_name", "weights")
         options.add_session_config_entry(f"{prefix}_min_size_in_bytes", "1024")
-        _session(file, content, options)
-        return path.read_bytes()
+        _session(path.name, path, options)
+        return optimized.read_bytes()
 
 
-def _options(num_threads: int) -> ort.SessionOptions:
+def session_options(num_threads: int) -> ort.SessionOptions:
+    """How every session runs, whatever its provider."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
@@ -195,7 +204,7 @@ def _options(num_threads: int) -> ort.SessionOptions:
     return options
 
 
-def _session(file: str, content: bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+def _session(file: str, content: bytes | Path, options: ort.SessionOptions) -> ort.InferenceSession:
     try:
         return ort.InferenceSession(
             content,
@@ -207,9 +216,28 @@ def _session(file: str, content: bytes, options: ort.SessionOptions) -> ort.Infe
         raise BundleError(f"{file}: ONNX Runtime cannot open it: {error}") from error
 
 
-def open_graph(graph: Graph, content: bytes, num_threads: int) -> ort.InferenceSession:
-    """A session of a graph. Raises BundleError when it does not load or its signature is not the declared one."""
-    session = _session(graph.file, content, _options(num_threads))
+def open_session(path: Path, num_threads: int) -> ort.InferenceSession:
+    """A session of a graph file that no manifest declares. Raises BundleError when it does not load."""
+    return _session(path.name, path, session_options(num_threads))
+
+
+def open_graph(graph: Graph, content: Callable[[str], bytes | Path], num_threads: int) -> ort.InferenceSession:
+    """A session of a graph. ``content`` gives a declared file's bytes, or where they lie.
+
+    Raises BundleError when it does not load or its signature is not the declared one.
+    """
+    file, options = content(graph.file), session_options(num_threads)
+    if graph.weights is not None and isinstance(file, bytes):  # of a path, ONNX Runtime finds them beside it
+        weights = content(graph.weights)  # held until the session is open: it copies what it needs
+        assert isinstance(weights, bytes)
+        options.add_external_initializers_from_files_in_memory([graph.weights], [weights], [len(weights)])
+    session = _session(graph.file, file, options)
+    check_signature(graph, session)
+    return session
+
+
+def check_signature(graph: Graph, session: ort.InferenceSession) -> None:
+    """Raises BundleError where a session's inputs and outputs are not those that the manifest declares."""
     for kind, declared, actual in (
         ("input", graph.inputs, session.get_inputs()),
         ("output", graph.outputs, session.get_outputs()),
@@ -218,14 +246,13 @@ def open_graph(graph: Graph, content: bytes, num_threads: int) -> ort.InferenceS
         found = list(_signature(actual))
         if expected != found:
             raise BundleError(f"{graph.file}: the manifest declares {kind}s {expected}, the graph has {found}")
-    return session
 
 
-def _read_shortlist(shortlist: Shortlist, shape: ModelShape, content: bytes) -> tuple[Candidates, Projection]:
+def _read_shortlist(shortlist: Shortlist, shape: ModelShape, content: bytes | Path) -> tuple[Candidates, Projection]:
     """What a shortlist's file holds. Raises BundleError naming it."""
     has_bias = any(spec.name == "candidate_bias" for spec in shortlist.decoder.inputs)
     try:
-        arrays = read_arrays(content)
+        arrays = read_arrays(content if isinstance(content, bytes) else content.read_bytes())
         return Candidates.checked(arrays, shape), Projection.checked(arrays, shape, has_bias=has_bias)
     except BundleError as error:
         raise BundleError(f"{shortlist.table}: {error}") from error

@@ -14,7 +14,7 @@ from dragoman.engine.largest import largest
 from dragoman.types import FloatArray, IntArray, SearchOptions
 
 FIRST_CANDIDATES = 256
-"""So many tokens are sorted at first to find those that top-p and min-p leave; then four times as many, and so on."""
+"""So many tokens are sorted at first to find those that top-p and min-p leave; where that is not enough, all."""
 
 
 class Sampler:
@@ -45,13 +45,13 @@ class Sampler:
         if options.top_k:
             places = largest(logits, min(options.top_k, size))
             return places[: self._kept(weights[places], float(weights[places].sum()))]
-        total, count = float(weights.sum()), min(FIRST_CANDIDATES, size)
-        while True:
+        total = float(weights.sum())
+        for count in (min(FIRST_CANDIDATES, size), size):
             places = largest(logits, count)
             kept = self._kept(weights[places], total)
-            if kept < count or count == size:
-                return places[:kept]
-            count = min(size, 4 * count)  # perhaps more belong to them
+            if kept < count:
+                break
+        return places[:kept]
 
     def _kept(self, weights: NDArray[np.float64], total: float) -> int:
         """How many of the tokens with these weights, falling, are left: one at least."""

@@ -5,15 +5,21 @@ No tensors: a search asks ``Offers`` for what a step's logits hold.
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from dragoman.engine.choice import Offers, Ranked
 from dragoman.engine.repetition import loops
 from dragoman.engine.sampling import Sampler
-from dragoman.errors import ImpossibleError, RowError
+from dragoman.errors import DragomanError, ImpossibleError, RowError
 from dragoman.types import FinishReason, GenerationRequest, HypothesisResult
+
+logger = logging.getLogger(__name__)
+
+_INFINITY: Final = math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -27,27 +33,32 @@ class Hypothesis:
     slot: int = -1
     finish_reason: FinishReason | None = None
     sampler: Sampler | None = None
+    error: DragomanError | None = None
 
     def append(self, token: int) -> None:
         """Go on with a token, which the next step feeds."""
         self.tokens.append(token)
         self.next_input = token
 
+    def fail(self, error: Exception) -> None:
+        """End here, as this hypothesis cannot go on."""
+        self.error, self.finish_reason = failure(error), FinishReason.CANCELLED
+
     def result(self, score: float | None) -> HypothesisResult:
         """The finished answer. Without a score, none was asked for."""
         assert self.finish_reason is not None
         scores = None if score is None else tuple(self.token_scores)
         top = tuple(tuple(zip(step.tokens, step.log_probs, strict=True)) for step in self.top)
-        return HypothesisResult(tuple(self.tokens), self.finish_reason, score, scores, top)
+        return HypothesisResult(tuple(self.tokens), self.finish_reason, score, scores, top, self.error)
 
 
 @dataclass(slots=True)
 class Progress:
     """What one step did to one request."""
 
-    tokens: list[int] = field(default_factory=list)  # the next of those that its best answer is certain to have
-    forks: list[tuple[Hypothesis, Hypothesis]] = field(default_factory=list)  # copy the first row's prefix to the other
-    released: list[Hypothesis] = field(default_factory=list)  # rows that are done
+    tokens: list[int]  # the next of those that its best answer is certain to have
+    forks: Rows[tuple[Hypothesis, Hypothesis]] = ()  # copy the first row's prefix to the other
+    released: Rows[Hypothesis] = ()  # rows that are done
     finished: bool = False
 
 
@@ -61,10 +72,13 @@ class Search(Protocol):
         """The rows whose logits the next ``advance`` reads: none while a prefix is fed."""
 
     def advance(self, offers: Offers) -> Progress:
-        """Take a step. Raises RowError or ImpossibleError when a row cannot go on: the request fails alone."""
+        """Take a step. Raises RowError or ImpossibleError when a row cannot go on: the request fails alone.
 
-    def stop(self, reason: FinishReason = FinishReason.STOP_SEQUENCE) -> None:
-        """End now; by default because the text has what it was to end with."""
+        Where the caller is going to cut the answers (``request.stop``), that row alone ends, with its error.
+        """
+
+    def stop(self) -> None:
+        """End now: the text has what it was to end with."""
 
     def results(self) -> tuple[HypothesisResult, ...]:
         """The answers, best first, of a search that is finished."""
@@ -75,13 +89,22 @@ class Search(Protocol):
 
 def check_usable(value: float, num_tokens: int) -> None:
     """Raises ImpossibleError where nothing may come, and RowError unless the best logit is a finite number."""
+    if -math.inf < value < math.inf:  # not so for NaN
+        return
     if value == -math.inf:
         raise ImpossibleError(
             f"after {num_tokens} tokens, none is left that may come: loosen suppress_tokens, suppress_sequences, "
             "no_repeat_ngram_size or min_new_tokens"
         )
-    if not abs(value) < float("inf"):  # written so that NaN fails
-        raise RowError(f"the model gave no finite score after {num_tokens} tokens of this request")
+    raise RowError(f"the model gave no finite score after {num_tokens} tokens of this request")
+
+
+def failure(error: Exception) -> DragomanError:
+    """What the caller of a request is told that failed by an exception of its own."""
+    if isinstance(error, DragomanError):
+        return error
+    logger.error("a request failed", exc_info=error)
+    return RowError("decoding this request failed by an error of the server, which its log has")
 
 
 class TokenSearch:
@@ -94,6 +117,8 @@ class TokenSearch:
     def __init__(self, request: GenerationRequest, decoder_start: int, eos: int) -> None:
         self._request, self._eos = request, eos
         self._prefix = (*request.prefix, eos) if request.score_prefix else request.prefix
+        self._num_forced = len(self._prefix)
+        self._most = math.inf if request.score_prefix else self._num_forced + request.max_new_tokens
         self.rows = [Hypothesis(decoder_start) for _ in range(request.search.num_hypotheses)]
         self._all = list(self.rows)
         self._tells = len(self.rows) == 1  # of several, which is the best shows at the end
@@ -104,56 +129,67 @@ class TokenSearch:
                 row.sampler = Sampler(request.search, number)
 
     def deciding(self) -> list[Hypothesis]:
-        if self._request.score_prefix or (self.rows and len(self.rows[0].tokens) >= len(self._prefix)):
+        if self._request.score_prefix or (self.rows and len(self.rows[0].tokens) >= self._num_forced):
             return self.rows
         return []
 
     def advance(self, offers: Offers) -> Progress:
-        progress = Progress()
-        if self._parts and len(self.rows[0].tokens) >= len(self._prefix):
-            self._part(offers, progress)
+        if self._parts and len(self.rows[0].tokens) >= self._num_forced:
+            tokens = self._part(offers)
         else:
+            tokens = []
             for row in self.rows:
-                self._step(row, offers, progress)
-        if progress.released:
-            self.rows = [row for row in self.rows if row.finish_reason is None]
-        progress.finished = not self.rows
-        return progress
+                try:
+                    token = self._step(row, offers)
+                except Exception as error:  # whatever it was, it is this row's alone
+                    if not self._request.stop:
+                        raise
+                    row.fail(error)
+                else:
+                    if token is not None:
+                        tokens.append(token)
+        if not self._tells:
+            tokens = []
+        released = [row for row in self.rows if row.finish_reason is not None]
+        if not released:
+            return Progress(tokens)
+        self.rows = [row for row in self.rows if row.finish_reason is None]
+        return Progress(tokens, released=released, finished=not self.rows)
 
-    def _step(self, row: Hypothesis, offers: Offers, progress: Progress) -> None:
+    def _step(self, row: Hypothesis, offers: Offers) -> int | None:
+        """The token that the row goes on with; None where it ended without one."""
         place = len(row.tokens)
-        if place < len(self._prefix):
+        is_forced = place < self._num_forced
+        if is_forced and not self._request.score_prefix:
+            row.append(self._prefix[place])
+            return self._prefix[place]
+        slot = row.slot
+        value = offers.value(slot)
+        if not -_INFINITY < value < _INFINITY:  # so for NaN, too
+            check_usable(value, place)
+        if is_forced:
             token = self._prefix[place]
-            if not self._request.score_prefix:
-                row.append(token)
-                if self._tells:
-                    progress.tokens.append(token)
-                return
-        check_usable(offers.value(row.slot), place)
-        if not place < len(self._prefix):
-            token = offers.best(row.slot) if row.sampler is None else offers.draw(row.slot, row.sampler)
+        else:
+            token = offers.best(slot) if row.sampler is None else offers.draw(slot, row.sampler)
         if self._scores:
-            row.token_scores.append(offers.log_prob(row.slot, token))
-        self._take(row, token, offers, progress)
+            row.token_scores.append(offers.log_prob(slot, token))
+        return self._take(row, token, offers)
 
-    def _take(self, row: Hypothesis, token: int, offers: Offers, progress: Progress) -> None:
+    def _take(self, row: Hypothesis, token: int, offers: Offers) -> int | None:
         request = self._request
         if request.num_top:
             row.top.append(offers.ranked(row.slot, request.num_top))
         if token == self._eos:
             row.finish_reason = FinishReason.STOP
-        else:
-            row.append(token)
-            if self._tells:
-                progress.tokens.append(token)
-            if not request.score_prefix and len(row.tokens) - len(self._prefix) >= request.max_new_tokens:
-                row.finish_reason = FinishReason.LENGTH
-            elif request.stop_at_loops and loops(row.tokens, len(self._prefix)):
-                row.finish_reason = FinishReason.REPETITION
-        if row.finish_reason is not None:
-            progress.released.append(row)
+            return None
+        row.append(token)
+        if len(row.tokens) >= self._most:
+            row.finish_reason = FinishReason.LENGTH
+        elif request.stop_at_loops and loops(row.tokens, self._num_forced):
+            row.finish_reason = FinishReason.REPETITION
+        return token
 
-    def _part(self, offers: Offers, progress: Progress) -> None:
+    def _part(self, offers: Offers) -> list[int]:
         """The first step of alternatives. All rows have read the same, so that nothing need be copied."""
         self._parts = False
         first = self.rows[0]
@@ -165,15 +201,15 @@ class TokenSearch:
         for row, token, score in zip(self.rows, found.tokens, found.log_probs, strict=False):
             if self._scores:
                 row.token_scores.append(score)
-            self._take(row, token, offers, progress)
+            self._take(row, token, offers)
         for row in self.rows[len(found.tokens) :]:  # fewer tokens may come than alternatives were asked for
             row.finish_reason = FinishReason.CANCELLED
-            progress.released.append(row)
             self._all.remove(row)
+        return found.tokens
 
-    def stop(self, reason: FinishReason = FinishReason.STOP_SEQUENCE) -> None:
+    def stop(self) -> None:
         for row in self.rows:
-            row.finish_reason = reason
+            row.finish_reason = FinishReason.STOP_SEQUENCE
 
     def results(self) -> tuple[HypothesisResult, ...]:
         # Alternatives keep the order of their first tokens; what was drawn is ranked by its probability.

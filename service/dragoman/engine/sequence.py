@@ -6,11 +6,12 @@ engine ``stats``, of one that it refuses or that died with its replica.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from enum import Enum
 
 from dragoman.engine.search import Hypothesis, Search
-from dragoman.errors import DeadlineError, RequestCancelledError, RequestError
+from dragoman.errors import DeadlineError, DragomanError, RequestCancelledError, RequestError
 from dragoman.types import FinishReason, GenerationRequest, GenerationResult, RequestStats, Timing
 
 CLOCK_SLACK_SECONDS = 0.05
@@ -27,7 +28,10 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request, its search, and when what happened (``time.monotonic`` seconds)."""
+    """One request, its search, and when what happened (``time.monotonic`` seconds).
+
+    Equal requests may share a search while they run (``scheduler.py``); everything else is each one's own.
+    """
 
     request: GenerationRequest
     search: Search
@@ -35,10 +39,15 @@ class Sequence:
     status: Status = Status.WAITING
     cancelled: bool = False
     stopped: bool = False
+    shared: bool = False  # its search is one that was there already
+    deadline: float = field(init=False)  # infinite where the request has none
     admitted: float | None = None
     encoded: float | None = None
     first_token: float | None = None
     encode_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.deadline = math.inf if self.request.deadline is None else self.request.deadline
 
     @property
     def hypotheses(self) -> list[Hypothesis]:
@@ -55,10 +64,9 @@ class Sequence:
 
     def interruption(self, now: float) -> RequestError | None:
         """Why this sequence must not go on, if there is a reason."""
-        deadline = self.request.deadline
         # A caller hangs up when its deadline passes, by its own clock: then the deadline is the true reason.
         slack = CLOCK_SLACK_SECONDS if self.cancelled else 0.0
-        if deadline is not None and now >= deadline - slack:
+        if now >= self.deadline - slack:
             phase = "in the queue" if self.status is Status.WAITING else "while decoding"
             return DeadlineError(f"the deadline passed {phase}, {now - self.arrived:.3f} s after the request arrived")
         return RequestCancelledError("the request was cancelled") if self.cancelled else None
@@ -67,27 +75,47 @@ class Sequence:
         """The end of a sequence whose search is finished."""
         return GenerationResult(self.search.results(), len(self.request.source), self.timing(now))
 
-    def partial(self, now: float) -> GenerationResult | None:
-        """What a sequence of one row that failed had until then; None for others. Its finish reason means nothing."""
-        if len(self.search.rows) != 1 or self.request.search.num_hypotheses != 1:
-            return None
-        self.search.stop(FinishReason.CANCELLED)
-        return self.result(now)
-
     def timing(self, now: float) -> Timing:
         """Where the time went until ``now``."""
         queued_until = now if self.admitted is None else self.admitted
         decode_seconds = 0.0 if self.encoded is None else now - self.encoded
         return Timing(queued_until - self.arrived, self.encode_seconds, decode_seconds, now - self.arrived)
 
-    def stats(self, code: str, now: float) -> RequestStats:
-        """What the listener is told at the end; ``code`` is "ok" or an error's code."""
+    def ended(self, outcome: GenerationResult | DragomanError, now: float, tokens: list[int] | None = None) -> Delivery:
+        """Its last delivery. An answer of failed hypotheses alone counts as their failure."""
+        self.status = Status.FINISHED
+        if isinstance(outcome, DragomanError):
+            stats = self.stats(outcome.code, now)
+        elif (error := _common_error(outcome)) is not None:
+            stats = self.stats(error.code, now)
+        else:
+            stats = self.stats("ok", now, outcome.hypotheses[0].finish_reason)
+        return Delivery(self, tokens or [], outcome, stats)
+
+    def stats(self, code: str, now: float, finish_reason: FinishReason | None = None) -> RequestStats:
+        """What the listener is told at the end; ``code`` is an error's, or "ok", to which belongs a reason."""
         return RequestStats(
             code=code,
-            finish_reason=self.search.results()[0].finish_reason if code == "ok" else None,
+            finish_reason=finish_reason,
             num_source_tokens=len(self.request.source),
             num_generated_tokens=self.search.num_tokens(),
             timing=self.timing(now),
             time_to_first_token_seconds=None if self.first_token is None else self.first_token - self.arrived,
             expired_in_queue=code == DeadlineError.code and self.admitted is None,
+            shared=self.shared,
         )
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What one step did to one sequence. An end comes with its outcome and its stats."""
+
+    sequence: Sequence
+    tokens: list[int]
+    outcome: GenerationResult | DragomanError | None = None
+    stats: RequestStats | None = None
+
+
+def _common_error(result: GenerationResult) -> DragomanError | None:
+    errors = [hypothesis.error for hypothesis in result.hypotheses]
+    return None if None in errors else errors[0]

@@ -19,6 +19,7 @@ from dragoman.errors import (
     DragomanError,
     InvalidRequestError,
     ModelNotFoundError,
+    ReplyTooLargeError,
     UnsupportedError,
 )
 from dragoman.metrics import OTHER, ServerMetrics
@@ -33,6 +34,9 @@ SERVICE: Final = "dragoman.v1.GenerationService"
 
 _BATCH_WINDOW: Final = 128
 """Items of one batch that are in work together: enough to fill an engine; of a line each, too few to fill its queue."""
+
+_ITEM_ERROR_BYTES: Final = 400
+"""So much of a batch's reply is kept for each item's error, up to an eighth of the whole."""
 
 
 class ModelTable:
@@ -53,7 +57,7 @@ class ModelTable:
         for model in self._models:
             if name in ("", model.name) and version in ("", model.version):
                 return model
-        wanted = f"model {name[:100]!r}" + (f" version {version[:100]!r}" if version else "")
+        wanted = " ".join(f"{what} {value[:100]!r}" for what, value in (("model", name), ("version", version)) if value)
         raise ModelNotFoundError(f"no {wanted} is served; there is {self._names}")
 
 
@@ -94,15 +98,17 @@ class GenerationServicer:
             self._metrics.request_finished(OTHER, call.method, InvalidRequestError.code, 0.0)
             raise InvalidRequestError(f"the batch has {num_items} items; this server accepts {limit}: split it")
         window = asyncio.Semaphore(_BATCH_WINDOW)
+        limit = self._config.max_message_bytes
+        room = _Room(limit - min(num_items * _ITEM_ERROR_BYTES, limit // 8))
         async with asyncio.TaskGroup() as group:  # a cancelled call cancels them all
             tasks = [
-                group.create_task(self._batch_item(item, f"requests[{index}]", call, window))
+                group.create_task(self._batch_item(item, f"requests[{index}]", call, window, room))
                 for index, item in enumerate(request.requests)
             ]
         yield pb.BatchGenerateResponse(items=[task.result() for task in tasks])
 
     async def _batch_item(
-        self, request: pb.GenerateRequest, place: str, call: Call, window: asyncio.Semaphore
+        self, request: pb.GenerateRequest, place: str, call: Call, window: asyncio.Semaphore, room: _Room
     ) -> pb.BatchItem:
         try:
             await window.acquire()
@@ -112,7 +118,7 @@ class GenerationServicer:
         try:
             await asyncio.sleep(0)  # other callers' turn: refusing an item can cost as much as answering one
             wire.check_known(request, place)
-            return pb.BatchItem(response=await self._answer_whole(request, call))
+            return pb.BatchItem(response=await self._answer_whole(request, call, room))
         except Exception as error:  # of this item alone
             return pb.BatchItem(error=status_of(error))
         finally:
@@ -128,9 +134,11 @@ class GenerationServicer:
     async def _get_model(self, request: pb.GetModelRequest, call: Call) -> AsyncGenerator[pb.GetModelResponse]:
         yield self._descriptions[self._table.find(request.model, request.version)]
 
-    async def _answer_whole(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
+    async def _answer_whole(
+        self, request: pb.GenerateRequest, call: Call, room: _Room | None = None
+    ) -> pb.GenerateResponse:
         response = None
-        async with aclosing(self._answer(request, call)) as items:
+        async with aclosing(self._answer(request, call, room)) as items:
             async for item in items:
                 if not isinstance(item, TextUpdate):
                     response = item
@@ -138,10 +146,17 @@ class GenerationServicer:
         return response
 
     async def _answer(
-        self, request: pb.GenerateRequest, call: Call
+        self, request: pb.GenerateRequest, call: Call, room: _Room | None = None
     ) -> AsyncGenerator[TextUpdate | pb.GenerateResponse]:
-        """The one path of a text, however it came. The whole answer is the last item."""
+        """The one path of a text, however it came. The whole answer is the last item.
+
+        ``room``: what is left of a reply that holds other answers too. An answer that turns out to be too large ends at
+        once: no more work is done for it.
+        """
+        room = room or _Room(self._config.max_message_bytes)
+        least = 0
         with self._counted(request, call) as model:
+            room.check(0)
             if request.target_language:
                 raise UnsupportedError(f"model {model.name} answers in one language: leave target_language empty")
             terms = Terms(call.deadline, request.priority, call.caller)
@@ -149,11 +164,16 @@ class GenerationServicer:
             async with aclosing(model.pipeline.stream(request.text, options, terms)) as items:
                 async for item in items:
                     if isinstance(item, TextUpdate):
+                        if item.result is not None:
+                            least += wire.least_bytes(item.result)
+                            room.check(least)
                         yield item
                     else:
-                        yield wire.result_to_wire(
+                        response = wire.result_to_wire(
                             item, model=model.name, version=model.version, request_id=request.request_id
                         )
+                        room.take(response.ByteSize())
+                        yield response
 
     @contextmanager
     def _counted(self, request: pb.GenerateRequest | pb.ScoreRequest, call: Call) -> Generator[ServedModel]:
@@ -174,6 +194,27 @@ class GenerationServicer:
             raise
         finally:
             self._metrics.request_finished(model_label, call.method, code, time.monotonic() - started)
+
+
+class _Room:
+    """How many bytes the answers of one reply may still have."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+
+    def check(self, num_bytes: int) -> None:
+        """Raises ReplyTooLargeError where there is no room for an answer of so many bytes or more."""
+        if (total := self._taken + num_bytes) >= self._limit:
+            raise ReplyTooLargeError(
+                f"the reply would have {total} bytes or more; this server's limit for the answers of one reply is "
+                f"{self._limit}: ask for fewer lines, items, hypotheses or top tokens at once"
+            )
+
+    def take(self, num_bytes: int) -> None:
+        """``check``, for an answer that is complete: its room is taken from then on."""
+        self.check(num_bytes)
+        self._taken += num_bytes
 
 
 def _describe(model: ServedModel, config: ServerConfig) -> pb.GetModelResponse:

@@ -17,7 +17,7 @@ import grpc
 from google.protobuf.message import Message
 
 from dragoman.engine.sequence import CLOCK_SLACK_SECONDS
-from dragoman.errors import DragomanError, InvalidRequestError, NotReadyError, UnsupportedError
+from dragoman.errors import DragomanError, InvalidRequestError, NotReadyError, ReplyTooLargeError, UnsupportedError
 from dragoman.metrics import OTHER, RpcMetrics, ServerMetrics
 from dragoman.servicers.status import DETAILS_KEY, code_of, status_of
 from dragoman.servicers.wire import parse
@@ -154,7 +154,7 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
         data = reply.SerializeToString()
         if len(data) > self._max_message_bytes:
             limit = self._max_message_bytes
-            raise InvalidRequestError(
+            raise ReplyTooLargeError(
                 f"the reply has {len(data)} bytes; this server sends at most {limit}: ask for less at once"
             )
         return data

@@ -31,6 +31,7 @@ MAX_MESSAGE_BYTES: Final = 1000
 _CODES: Final = {
     "invalid_request": grpc.StatusCode.INVALID_ARGUMENT,
     "source_too_long": grpc.StatusCode.INVALID_ARGUMENT,
+    "reply_too_large": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "model_not_found": grpc.StatusCode.NOT_FOUND,
     "unsupported": grpc.StatusCode.UNIMPLEMENTED,
     "model_unsupported": grpc.StatusCode.FAILED_PRECONDITION,
@@ -46,6 +47,7 @@ _CODES: Final = {
 _CLASSES: Final[dict[str, type[DragomanError]]] = {
     "invalid_request": errors.InvalidRequestError,
     "source_too_long": errors.SourceTooLongError,
+    "reply_too_large": errors.ReplyTooLargeError,
     "model_not_found": errors.ModelNotFoundError,
     "unsupported": errors.UnsupportedError,
     "model_unsupported": errors.ModelUnsupportedError,
@@ -118,7 +120,8 @@ def error_of_rpc(
             except DecodeError:
                 logger.warning("a status with unreadable details: %s %s", code.name, message)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:  # gRPC's own words; no retry helps
-        return errors.InvalidRequestError(message)
+        kind = errors.ReplyTooLargeError if "CLIENT: Received" in message else errors.InvalidRequestError
+        return kind(message)
     return error_of(Status(code=code.value[0], message=message))
 
 

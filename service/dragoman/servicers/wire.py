@@ -11,7 +11,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from dragoman.alignment import AlignmentPoint
 from dragoman.answer import TextHypothesis, TextResult, TextScore, TextSegment, TextUpdate, TopToken
 from dragoman.errors import DragomanError, InvalidRequestError
-from dragoman.types import DecodingOptions, FinishReason, Timing
+from dragoman.types import DecodingOptions, FinishReason, Timing, UnknownWords
 from dragoman.v1 import generation_pb2 as pb
 
 M = TypeVar("M", bound=Message)
@@ -19,8 +19,14 @@ M = TypeVar("M", bound=Message)
 MAX_REQUEST_ID_BYTES: Final = 128
 
 _DEFAULT_OPTIONS: Final = DecodingOptions()
-_SINGLE_OPTIONS: Final = tuple(field.name for field in pb.DecodingOptions.DESCRIPTOR.fields if not field.is_repeated)
+_SINGLE_OPTIONS: Final = tuple(
+    field.name
+    for field in pb.DecodingOptions.DESCRIPTOR.fields
+    if not field.is_repeated and field.name != "unknown_words"
+)
 _FINISH_REASON_NAMES: Final = {reason: f"FINISH_REASON_{reason.name}" for reason in FinishReason}
+_UNKNOWN_WORDS_NAMES: Final = {policy: f"UNKNOWN_WORDS_{policy.name}" for policy in UnknownWords}
+_UNKNOWN_WORDS: Final = {pb.UnknownWords.Value(name): policy for policy, name in _UNKNOWN_WORDS_NAMES.items()}
 _FINISH_REASONS: Final = {pb.FinishReason.Value(name): reason for reason, name in _FINISH_REASON_NAMES.items()}
 
 
@@ -61,7 +67,16 @@ def options_from_wire(options: pb.DecodingOptions) -> DecodingOptions:
         suppress_tokens=tuple(options.suppress_tokens),
         suppress_sequences=tuple(tuple(sequence.tokens) for sequence in options.suppress_sequences),
         stop=tuple(options.stop),
+        unknown_words=_unknown_words_from_wire(options.unknown_words),
     )
+
+
+def _unknown_words_from_wire(value: int) -> UnknownWords | None:
+    if value == pb.UNKNOWN_WORDS_UNSPECIFIED:
+        return None
+    if value not in _UNKNOWN_WORDS:
+        raise InvalidRequestError(f"unknown_words is {value}; it must be one of {', '.join(pb.UnknownWords.keys())}")
+    return _UNKNOWN_WORDS[value]
 
 
 def options_to_wire(options: DecodingOptions) -> pb.DecodingOptions:
@@ -72,6 +87,7 @@ def options_to_wire(options: DecodingOptions) -> pb.DecodingOptions:
         suppress_tokens=options.suppress_tokens,
         suppress_sequences=[pb.TokenSequence(tokens=names) for names in options.suppress_sequences],
         stop=options.stop,
+        unknown_words=None if options.unknown_words is None else _UNKNOWN_WORDS_NAMES[options.unknown_words],
     )
 
 
@@ -97,6 +113,14 @@ def update_from_wire(message: pb.StreamGenerateResponse) -> TextUpdate:
     """The inverse of ``update_to_wire``."""
     result = _hypothesis_from_wire(message.result) if message.final else None
     return TextUpdate(message.segment, message.hypothesis, message.delta, result)
+
+
+def least_bytes(hypothesis: TextHypothesis) -> int:
+    """A number of bytes that the hypothesis has at least in a message; quicker than to make one."""
+    num_scores = 0 if hypothesis.token_scores is None else len(hypothesis.token_scores)
+    num_top = sum(top.log_probability != 0 for place in hypothesis.top_tokens for top in place)
+    # Of a token tag and length; of a score 8 bytes; of a top token tag, length, and tag and score, if it is not 0.
+    return len(hypothesis.text) + 2 * len(hypothesis.tokens) + 8 * num_scores + 11 * num_top
 
 
 def result_to_wire(result: TextResult, *, model: str, version: str, request_id: str) -> pb.GenerateResponse:

@@ -12,6 +12,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class UnknownWords(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UNKNOWN_WORDS_UNSPECIFIED: _ClassVar[UnknownWords]
+    UNKNOWN_WORDS_REFUSE: _ClassVar[UnknownWords]
+    UNKNOWN_WORDS_BYTE_FALLBACK: _ClassVar[UnknownWords]
+    UNKNOWN_WORDS_COPY: _ClassVar[UnknownWords]
+    UNKNOWN_WORDS_SUPPRESS: _ClassVar[UnknownWords]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -20,6 +28,11 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP_SEQUENCE: _ClassVar[FinishReason]
     FINISH_REASON_REPETITION: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+UNKNOWN_WORDS_UNSPECIFIED: UnknownWords
+UNKNOWN_WORDS_REFUSE: UnknownWords
+UNKNOWN_WORDS_BYTE_FALLBACK: UnknownWords
+UNKNOWN_WORDS_COPY: UnknownWords
+UNKNOWN_WORDS_SUPPRESS: UnknownWords
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -46,7 +59,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., text: _Optional[str] = ..., target_language: _Optional[str] = ..., options: _Optional[_Union[DecodingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class DecodingOptions(_message.Message):
-    __slots__ = ("max_new_tokens", "beam_size", "num_hypotheses", "length_penalty", "temperature", "return_scores", "return_alignment", "min_new_tokens", "max_length_ratio", "patience", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "no_repeat_ngram_size", "target_prefix", "suppress_tokens", "suppress_sequences", "stop", "detect_repetition", "num_top_tokens", "return_alternatives")
+    __slots__ = ("max_new_tokens", "beam_size", "num_hypotheses", "length_penalty", "temperature", "return_scores", "return_alignment", "min_new_tokens", "max_length_ratio", "patience", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "no_repeat_ngram_size", "target_prefix", "suppress_tokens", "suppress_sequences", "stop", "detect_repetition", "num_top_tokens", "return_alternatives", "coverage_penalty", "unknown_words")
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BEAM_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_HYPOTHESES_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +83,8 @@ class DecodingOptions(_message.Message):
     DETECT_REPETITION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETURN_ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    COVERAGE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_WORDS_FIELD_NUMBER: _ClassVar[int]
     max_new_tokens: int
     beam_size: int
     num_hypotheses: int
@@ -93,7 +108,9 @@ class DecodingOptions(_message.Message):
     detect_repetition: bool
     num_top_tokens: int
     return_alternatives: bool
-    def __init__(self, max_new_tokens: _Optional[int] = ..., beam_size: _Optional[int] = ..., num_hypotheses: _Optional[int] = ..., length_penalty: _Optional[float] = ..., temperature: _Optional[float] = ..., return_scores: _Optional[bool] = ..., return_alignment: _Optional[bool] = ..., min_new_tokens: _Optional[int] = ..., max_length_ratio: _Optional[float] = ..., patience: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., target_prefix: _Optional[str] = ..., suppress_tokens: _Optional[_Iterable[str]] = ..., suppress_sequences: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., stop: _Optional[_Iterable[str]] = ..., detect_repetition: _Optional[bool] = ..., num_top_tokens: _Optional[int] = ..., return_alternatives: _Optional[bool] = ...) -> None: ...
+    coverage_penalty: float
+    unknown_words: UnknownWords
+    def __init__(self, max_new_tokens: _Optional[int] = ..., beam_size: _Optional[int] = ..., num_hypotheses: _Optional[int] = ..., length_penalty: _Optional[float] = ..., temperature: _Optional[float] = ..., return_scores: _Optional[bool] = ..., return_alignment: _Optional[bool] = ..., min_new_tokens: _Optional[int] = ..., max_length_ratio: _Optional[float] = ..., patience: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., target_prefix: _Optional[str] = ..., suppress_tokens: _Optional[_Iterable[str]] = ..., suppress_sequences: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., stop: _Optional[_Iterable[str]] = ..., detect_repetition: _Optional[bool] = ..., num_top_tokens: _Optional[int] = ..., return_alternatives: _Optional[bool] = ..., coverage_penalty: _Optional[float] = ..., unknown_words: _Optional[_Union[UnknownWords, str]] = ...) -> None: ...
 
 class TokenSequence(_message.Message):
     __slots__ = ("tokens",)

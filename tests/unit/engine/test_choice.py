@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dragoman.engine.choice import Offers, log_normalizer, ranked
+from dragoman.engine.choice import HostOffers, log_normalizer, ranked
 from dragoman.engine.largest import BLOCK, largest
 
 
@@ -24,6 +24,21 @@ def test_the_largest_are_those_of_a_full_sort(seed, size, count, is_coarse):
     if is_coarse:
         values = np.round(values)
     values[rng.random(size) < 0.3] = -np.inf
+    expected = sorted(range(size), key=lambda i: (-values[i], i))[:count]
+    assert largest(values, count).tolist() == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([129, 1000, 4099]), st.floats(0, 1), st.booleans())
+def test_many_of_the_largest_are_those_of_a_full_sort(seed, size, share, is_coarse):
+    """Up to all of them: values of either sign, zeros of both signs, infinities."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(size).astype(np.float32)
+    if is_coarse:
+        values = np.round(values) * np.float32(rng.choice([-1, 1]))  # of which some are -0.0
+    values[rng.random(size) < 0.1] = -np.inf
+    values[rng.random(size) < 0.01] = np.inf
+    count = max(1, round(share * size))
     expected = sorted(range(size), key=lambda i: (-values[i], i))[:count]
     assert largest(values, count).tolist() == expected
 
@@ -47,13 +62,13 @@ def test_log_probabilities_are_over_what_may_come():
 
 def test_large_logits_do_not_overflow():
     """A thousand is no problem for float32's exponential."""
-    assert log_normalizer(logits([1000.0, 1000.0])[0]) == pytest.approx(1000 + math.log(2))
+    assert log_normalizer(logits([1000.0, 1000.0])[0], 1000.0) == pytest.approx(1000 + math.log(2))
 
 
 def test_the_best_of_each_row_and_its_value():
     """Ties go to the smaller id; NaN is reported as such, for its row alone."""
     nan, inf = float("nan"), float("inf")
-    offers = Offers(logits([0, 7, 7], [0, nan, 2], [3, inf, 0], [-inf, -inf, -inf]))
+    offers = HostOffers(logits([0, 7, 7], [0, nan, 2], [3, inf, 0], [-inf, -inf, -inf]))
     assert [offers.best(0), offers.value(0)] == [1, 7.0]
     assert math.isnan(offers.value(1))
     assert [offers.value(2), offers.value(3)] == [inf, -inf]
@@ -62,9 +77,9 @@ def test_the_best_of_each_row_and_its_value():
 def test_a_rows_offers_do_not_depend_on_the_other_rows():
     """Alone and among others: the same tokens and bit-equal log-probabilities."""
     rows = np.random.default_rng(1).normal(size=(37, 501)).astype(np.float32)
-    together = Offers(rows)
+    together = HostOffers(rows)
     for index in range(37):
-        alone = Offers(rows[index : index + 1].copy())
+        alone = HostOffers(rows[index : index + 1].copy())
         assert alone.best(0) == together.best(index)
         assert alone.ranked(0, 9) == together.ranked(index, 9)
         assert alone.log_prob(0, 5) == together.log_prob(index, 5)

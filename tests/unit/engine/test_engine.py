@@ -396,3 +396,49 @@ async def test_a_cancel_after_the_end_changes_nothing():
         stream.cancel()
         await outcome(engine.submit(request((6,))))
         assert running.listener.codes() == ["ok", "ok"]
+
+
+async def test_what_is_prepared_is_so_on_the_thread_that_serves():
+    """Each runner once, on a thread of its own, which then takes the requests."""
+    prepared, served = {}, {}
+    runners = [ScriptedRunner(), ScriptedRunner()]
+    engine = Engine(runners, RULES, EngineConfig())
+    engine.prepare(lambda runner: prepared.setdefault(runner, threading.current_thread()))
+    assert len(prepared) == len(set(prepared.values())) == 2
+    assert threading.current_thread() not in prepared.values()
+    for runner in runners:
+        runner.before_decode = lambda runner=runner: served.setdefault(runner, threading.current_thread())
+    engine.start()
+    result = await outcome(engine.submit(request((4, 5, 6))))
+    assert result.hypotheses[0].tokens == (4, 5, 6)
+    await engine.close()
+    assert served and served.items() <= prepared.items()
+    assert not any(thread.is_alive() for thread in prepared.values())
+
+
+async def test_an_engine_that_is_prepared_and_never_started_ends():
+    """Its threads wait for a start; a close ends them."""
+    threads = []
+    engine = Engine([ScriptedRunner()], RULES, EngineConfig())
+    engine.prepare(lambda _: threads.append(threading.current_thread()))
+    assert threads[0].is_alive()
+    await engine.close()
+    assert not threads[0].is_alive()
+
+
+def test_a_preparation_that_fails_is_raised_and_leaves_no_thread():
+    """Where it was asked for, as it was raised; replicas that were prepared before end, too."""
+    threads = []
+
+    def work(runner):
+        threads.append(threading.current_thread())
+        if runner is runners[1]:
+            raise ValueError("no kernel image")
+
+    runners = [ScriptedRunner(), ScriptedRunner(), ScriptedRunner()]
+    with pytest.raises(ValueError, match="no kernel image"):
+        Engine(runners, RULES, EngineConfig()).prepare(work)
+    assert len(threads) == 2
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()

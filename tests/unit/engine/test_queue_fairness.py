@@ -1,5 +1,6 @@
 """Whose turn it is: priorities that starve nobody, callers that share the work, and a place for everyone."""
 
+import contextlib
 import gc
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 
@@ -244,3 +245,59 @@ def test_the_work_that_goes_before_is_what_comes_before_in_turn():
     assert queue.work_before(sequence("many", 10)) == 1000 + 4 + 20
     assert queue.work_before(sequence("new", 10, priority=1)) == 10
     assert queue.work_before(sequence("new", 10, priority=2)) == 0
+
+
+def test_a_higher_priority_takes_a_place_of_its_own_caller():
+    """In a full queue, its newest of the lowest priority below makes room, and is told so; there is no other."""
+    queue = Queue(4, 1, 64)
+    first, low, second, high = put(queue, [sequence("a", priority=p) for p in (0, -1, 0, 3)])
+    with pytest.raises(OverloadedError, match="4 requests wait already"):
+        queue.put(sequence("a", priority=-1))
+    put(queue, [sequence("a", priority=2) for _ in range(3)])
+    dropped = queue.sweep(now=0.0)
+    assert [d.sequence for d in dropped] == [low, second, first]
+    assert all("same caller's with a higher priority: retry later" in str(d.error) for d in dropped)
+    with pytest.raises(OverloadedError):
+        queue.put(sequence("a", priority=2))
+    assert queue.num_waiting == 4
+    assert queue.take(0, 64, 1000)[0] is high
+
+
+def test_no_priority_takes_a_place_of_another_caller():
+    """Two callers share the places: whatever one says of its requests, the other keeps its half."""
+    queue = Queue(4, 1, 64)
+    modest = put(queue, [sequence("modest", priority=-5) for _ in range(2)])
+    loud = put(queue, [sequence("loud", priority=p) for p in (9, 10)])
+    with pytest.raises(OverloadedError):
+        queue.put(sequence("loud", priority=9))
+    top = sequence("loud", priority=10)
+    queue.put(top)
+    assert [d.sequence for d in queue.sweep(now=0.0)] == [loud[0]]
+    assert set(queue.take(0, 64, 1000)) == {*modest, loud[1], top}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 1)), max_size=12),
+    st.integers(1, 6),
+    st.sampled_from("abcd"),
+    st.integers(-1, 1),
+    st.integers(1, 7),
+)
+def test_there_is_room_for_as_many_as_are_told(waiting, max_waiting, caller, priority, count):
+    """What is promised before the requests are made is kept for each of them, and what is refused would not fit."""
+    queue = Queue(max_waiting, 1, 64)
+    for other, p in waiting:
+        with contextlib.suppress(OverloadedError):
+            queue.put(sequence(other, priority=p))
+    try:
+        queue.check_room(count, caller, priority)
+        fits = True
+    except OverloadedError:
+        fits = False
+    try:
+        put(queue, [sequence(caller, priority=priority) for _ in range(count)])
+        went_in = True
+    except OverloadedError:
+        went_in = False
+    assert fits == went_in
+    assert queue.num_waiting <= max_waiting

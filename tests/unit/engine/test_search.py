@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -41,7 +42,7 @@ def log_probs(source, produced, script=hashing_script):
     return [value - total for value in logits]
 
 
-def plain_beam_search(source, size, steps, penalty, hypotheses, patience=1.0, prefix=()):
+def plain_beam_search(source, size, steps, penalty, hypotheses, patience=1.0, prefix=(), *, may_end_early=True):
     """CTranslate2's rules, with every prefix read anew. Tokens and scores, best first."""
     beams, finished, first_finished = [(0.0, ())], [], False
     for step in range(steps):
@@ -65,7 +66,7 @@ def plain_beam_search(source, size, steps, penalty, hypotheses, patience=1.0, pr
                 going.append((-cost, tokens))
         beams = going
         enough = len(finished) >= math.floor(size * patience + 0.5)
-        if penalty == 0:
+        if penalty == 0 and may_end_early:
             enough = first_finished and len(finished) >= hypotheses
         if enough:
             break
@@ -93,6 +94,23 @@ def test_beam_search_finds_what_a_search_without_state_finds(source, size, steps
     for hypothesis in outcome.hypotheses:
         length = len(hypothesis.token_scores)
         assert hypothesis.score == pytest.approx(sum(hypothesis.token_scores) / length**penalty)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(4, 20), min_size=1, max_size=5),
+    st.integers(2, 6),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from([1.0, 2.0]),
+)
+def test_with_a_coverage_penalty_all_that_was_finished_is_handed_over(source, size, steps, penalty, patience):
+    """Also without a length penalty, the search goes on to its full number: whoever asked for one answer ranks anew."""
+    search = SearchOptions(beam_size=size, length_penalty=penalty, patience=patience, coverage_penalty=0.5)
+    (outcome,) = run(GenerationRequest((*source, EOS_ID), steps, True, search=search))
+    expected = plain_beam_search((*source, EOS_ID), size, steps, penalty, None, patience, may_end_early=False)
+    assert [h.tokens for h in outcome.hypotheses] == [tokens for tokens, _ in expected]
+    assert [h.score for h in outcome.hypotheses] == pytest.approx([score for _, score in expected], rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("penalty", [0, 0.6, 1, 2, -1])
@@ -314,6 +332,71 @@ def test_a_row_without_finite_scores_fails_alone_in_every_search(value):
         outcome, other = run(bad, good, script=script)
         assert isinstance(outcome, RowError)
         assert other.hypotheses == run(good, script=script)[0].hypotheses
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("kind", ["greedy", "samples", "alternatives"])
+def test_where_answers_are_cut_a_row_that_cannot_go_on_ends_alone(value, kind):
+    """It is returned as far as it came, with its error; the others are what they would have been."""
+    search = {
+        "greedy": SearchOptions(),
+        "samples": SearchOptions(temperature=1.5, num_hypotheses=4, seed=3),
+        "alternatives": SearchOptions(num_hypotheses=4, alternatives=True),
+    }[kind]
+
+    def script(source, fed):
+        logits = hashing_script(source, fed)
+        logits[EOS_ID] = -20.0
+        return [value] * SIZE if len(fed) > 3 and sum(fed) % (1 if kind == "greedy" else 7) == 0 else logits
+
+    request = GenerationRequest((9, EOS_ID), 9, True, search=search)
+    (whole,) = run(request)
+    (outcome,) = run(replace(request, stop=("x",)), script=script)
+    (refused,) = run(request, script=script)
+    failed = [h for h in outcome.hypotheses if h.error is not None]
+    assert failed and len(outcome.hypotheses) == len(whole.hypotheses)
+    assert type(refused) is type(failed[0].error) is (RowError if math.isnan(value) else ImpossibleError)
+    assert (kind == "greedy") == (len(failed) == len(outcome.hypotheses))
+    for hypothesis in failed:
+        assert 3 <= len(hypothesis.tokens) < 9 and len(hypothesis.token_scores) == len(hypothesis.tokens)
+    for hypothesis in outcome.hypotheses:
+        assert hypothesis.error is not None or len(hypothesis.tokens) == 9
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_where_answers_are_cut_a_beam_that_cannot_go_on_is_handed_over(value):
+    """With its score and its error, behind those that were finished; the search goes on with the others."""
+
+    def script(source, fed):
+        """5 goes on to its end; 4, which is better, comes to nothing."""
+        allowed = {(): (4, 5), (5,): (5,), (5, 5): (EOS_ID,)}.get(fed[1:])
+        if allowed is None:
+            return [value] * SIZE
+        return [1.0 - 0.1 * index if index in allowed else -math.inf for index in range(SIZE)]
+
+    request = GenerationRequest((9, EOS_ID), 9, True, search=SearchOptions(beam_size=2), stop=("x",))
+    (outcome,) = run(request, script=script)
+    good, bad = outcome.hypotheses
+    assert (good.tokens, good.error) == ((5, 5), None)
+    assert (bad.tokens, type(bad.error)) == ((4,), RowError if math.isnan(value) else ImpossibleError)
+    assert bad.score == sum(bad.token_scores) == pytest.approx(-math.log1p(math.exp(-0.1)))
+
+
+def test_no_more_failed_beams_are_kept_than_the_search_is_wide():
+    """The best of them, however many dead ends there are; one without numbers before all that merely ended."""
+
+    def script(source, fed):
+        """Tokens above 9 are dead ends; 10 is one because of NaN."""
+        if fed[-1] > 9:
+            return [math.nan if fed[-1] == 10 else -math.inf] * SIZE
+        logits = hashing_script(source, fed)
+        logits[EOS_ID] = -20.0 if len(fed) < 12 else 20.0
+        return [*logits[:10], 3.0, *(2.5 + 0.01 * index for index in range(11, SIZE))]
+
+    request = GenerationRequest((9, EOS_ID), 20, True, search=SearchOptions(beam_size=4), stop=("x",))
+    (outcome,) = run(request, script=script)
+    failed = [h for h in outcome.hypotheses if h.error is not None]
+    assert len(failed) == 4 and isinstance(failed[0].error, RowError)
 
 
 def test_a_beam_that_may_choose_nothing_is_dropped():

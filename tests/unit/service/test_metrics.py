@@ -6,6 +6,7 @@ import itertools
 import math
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -47,6 +48,16 @@ def test_a_sequence_that_failed_is_in_none_of_them():
     assert value("dragoman_source_tokens_total", {"model": "m"}) == 0
     assert value("dragoman_request_queue_time_seconds_count", {"model": "m"}) == 0
     assert value("dragoman_requests_expired_in_queue_total", {"model": "m"}) == 1
+
+
+def test_a_sequence_that_shared_the_rows_of_another_is_counted():
+    """What was sent to its caller counts for it; that nothing was computed for it alone has a series of its own."""
+    metrics = ServerMetrics()
+    metrics.listener("m").on_finished(ended())
+    metrics.listener("m").on_finished(replace(ended(), shared=True))
+    value = metrics.registry.get_sample_value
+    assert value("dragoman_requests_shared_total", {"model": "m"}) == 1
+    assert value("dragoman_generation_tokens_total", {"model": "m"}) == 10
 
 
 def test_padding_is_told_apart_from_tokens():

@@ -22,6 +22,7 @@ REQUEST_TIME = [
 CODES = {
     "invalid_request": "INVALID_ARGUMENT",
     "source_too_long": "INVALID_ARGUMENT",
+    "reply_too_large": "RESOURCE_EXHAUSTED",
     "model_not_found": "NOT_FOUND",
     "unsupported": "UNIMPLEMENTED",
     "model_unsupported": "FAILED_PRECONDITION",
@@ -75,6 +76,11 @@ def test_a_long_message_is_cut():
         (grpc.StatusCode.DEADLINE_EXCEEDED, "", errors.DeadlineError),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams", errors.OverloadedError),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max (9 vs. 4)", errors.InvalidRequestError),
+        (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "Stream removed (CLIENT: Received message larger than max (9 vs. 4))",
+            errors.ReplyTooLargeError,
+        ),
         (grpc.StatusCode.UNKNOWN, "?", DragomanError),
     ],
 )

@@ -12,7 +12,7 @@ from dragoman.alignment import AlignmentPoint
 from dragoman.answer import TextHypothesis, TextResult, TextScore, TextSegment, TextUpdate, TopToken
 from dragoman.errors import DragomanError, InvalidRequestError
 from dragoman.servicers import wire
-from dragoman.types import DecodingOptions, FinishReason, Timing
+from dragoman.types import DecodingOptions, FinishReason, Timing, UnknownWords
 from dragoman.v1 import generation_pb2 as pb
 
 texts = st.text(max_size=8)
@@ -95,7 +95,6 @@ steering = {
     "max_new_tokens": st.none() | st.integers(100, 1_000_000),
     "min_new_tokens": st.integers(0, 100),
     "max_length_ratio": st.none() | st.floats(0.1, 1000),
-    "length_penalty": st.floats(-10, 10),
     "repetition_penalty": st.floats(0.1, 100),
     "no_repeat_ngram_size": st.integers(0, 100),
     "target_prefix": texts,
@@ -106,6 +105,7 @@ steering = {
     "return_scores": st.booleans(),
     "num_top_tokens": st.integers(0, 32),
     "return_alignment": st.booleans(),
+    "unknown_words": st.none() | st.sampled_from(UnknownWords),
 }
 some_options = (
     st.builds(
@@ -113,7 +113,9 @@ some_options = (
         beam_size=st.integers(5, 1024),
         patience=st.floats(1, 100),
         num_hypotheses=st.integers(1, 5),
-        **(steering | {"length_penalty": st.floats(-10, 10).filter(bool)}),  # with 0 there is no patience
+        length_penalty=st.floats(-10, 10).filter(bool),  # with 0 there is no patience
+        coverage_penalty=st.floats(-10, 10),
+        **steering,
     )
     | st.builds(
         DecodingOptions,
@@ -147,6 +149,34 @@ def test_the_message_knows_every_finish_reason():
     assert {f"FINISH_REASON_{reason.name}" for reason in FinishReason} | {"FINISH_REASON_UNSPECIFIED"} == set(
         pb.FinishReason.keys()
     )
+
+
+def test_the_message_knows_every_policy_for_unknown_words():
+    """And no other, but for the unspecified one, which is none; a policy from the future is refused."""
+    names = {f"UNKNOWN_WORDS_{policy.name}" for policy in UnknownWords}
+    assert names | {"UNKNOWN_WORDS_UNSPECIFIED"} == set(pb.UnknownWords.keys())
+    assert wire.options_from_wire(pb.DecodingOptions(unknown_words="UNKNOWN_WORDS_UNSPECIFIED")) == DecodingOptions()
+    future = pb.DecodingOptions.FromString(b"\xc8\x01\x63")  # field 25 holds 99
+    with pytest.raises(InvalidRequestError, match="unknown_words is 99; it must be one of UNKNOWN_WORDS_UNSPECIFIED"):
+        wire.options_from_wire(future)
+
+
+def test_no_hypothesis_is_smaller_than_it_is_said_to_be():
+    """Each part of it counts; of one with many scores and top tokens, most of it is counted."""
+    top = (tuple(TopToken("", -1.0) for _ in range(5)),) * 7
+    bare = TextHypothesis("é" * 10, ("", "b"), FinishReason.STOP)
+    full = dataclasses.replace(bare, token_scores=(-1.0,) * 7, log_probability=-7.0, score=-1.0, top_tokens=top)
+    for hypothesis in (bare, full):
+        size = wire.update_to_wire(TextUpdate(0, 0, "", hypothesis)).result.ByteSize()
+        assert 0 < wire.least_bytes(hypothesis) <= size
+    assert wire.least_bytes(full) > 0.6 * size
+
+
+@given(hypotheses)
+def test_the_least_size_of_any_hypothesis_holds(hypothesis):
+    """Whatever it is made of."""
+    size = wire.update_to_wire(TextUpdate(0, 0, "", hypothesis)).result.ByteSize()
+    assert wire.least_bytes(hypothesis) <= size
 
 
 def test_an_explicit_default_is_as_good_as_none():

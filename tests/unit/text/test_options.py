@@ -1,11 +1,15 @@
 """What a caller may ask for, and what contradicts itself."""
 
+import copy
+import dataclasses
 import math
+import pickle
 
+import numpy as np
 import pytest
 
 from dragoman.errors import InvalidRequestError
-from dragoman.types import DecodingOptions
+from dragoman.types import DecodingOptions, UnknownWords
 
 DRAWN = {"temperature": 1.0}
 BEAM = {"beam_size": 4}
@@ -27,6 +31,8 @@ BEAM = {"beam_size": 4}
         ({"patience": 0.0, **BEAM}, "patience is 0.0"),
         ({"patience": math.nan, **BEAM}, "patience is nan"),
         ({"patience": 2.0}, "patience is 2.0 and beam_size is 1"),
+        ({"length_penalty": 0.5}, "length_penalty is 0.5 and beam_size is 1"),
+        ({"length_penalty": 0.5, **DRAWN}, "length_penalty is 0.5 and beam_size is 1"),
         ({"patience": 2.0, "length_penalty": 0.0, **BEAM}, "patience is 2.0 and length_penalty is 0"),
         ({"patience": 0.1, **BEAM}, "patience is 0.1 and beam_size is 4; .* must round to 1 or more"),
         ({"num_hypotheses": 0}, "num_hypotheses is 0"),
@@ -34,6 +40,9 @@ BEAM = {"beam_size": 4}
         ({"num_hypotheses": 5, **BEAM}, "num_hypotheses is 5; .* 4, which is beam_size"),
         ({"num_hypotheses": 3, "patience": 0.5, **BEAM}, "num_hypotheses is 3; .* 2, which is beam_size x patience"),
         ({"length_penalty": math.inf}, "length_penalty is inf"),
+        ({"coverage_penalty": 0.1}, "coverage_penalty is 0.1 and beam_size is 1; coverage_penalty needs a beam search"),
+        ({"coverage_penalty": 10.1, **BEAM}, "coverage_penalty is 10.1; it must be from -10.0 to 10.0"),
+        ({"coverage_penalty": math.nan, **BEAM}, "coverage_penalty is nan"),
         ({"length_penalty": math.nan}, "length_penalty is nan"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"temperature": math.inf}, "temperature is inf"),
@@ -88,12 +97,59 @@ def test_what_no_server_could_honour_is_refused_by_name_value_and_rule(options, 
         {"beam_size": 4, "num_hypotheses": 2, "patience": 0.5},
         {"beam_size": 4, "patience": 0.125},
         {"beam_size": 4, "length_penalty": 0.0},
+        {"beam_size": 4, "length_penalty": 0.0, "patience": 2.0, "coverage_penalty": -10.0},
         {"repetition_penalty": 0.01},
         {"return_alternatives": True, "num_hypotheses": 5},
-        {"length_penalty": 0.5},
+        {"beam_size": 2, "length_penalty": 0.5},
         {"stop": ("a" * 256,) * 16},
     ],
 )
 def test_the_bounds_themselves_are_allowed(options):
-    """And a length penalty where there is nothing to rank, as ever."""
+    """Contradictions begin beyond them."""
     DecodingOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beam_size": "4"}, "beam_size is '4'; it must be an integer"),
+        ({"beam_size": 4.0}, "beam_size is 4.0; it must be an integer"),
+        ({"beam_size": True}, "beam_size is True; it must be an integer"),
+        ({"beam_size": None}, "beam_size is None; it must be an integer"),
+        ({"max_new_tokens": [1]}, r"max_new_tokens is \[1\]; it must be an integer"),
+        ({"temperature": "warm"}, "temperature is 'warm'; it must be a number"),
+        ({"temperature": True}, "temperature is True; it must be a number"),
+        ({"top_p": None}, "top_p is None; it must be a number"),
+        ({"max_length_ratio": 1j}, "max_length_ratio is 1j; it must be a number"),
+        ({"return_scores": 1}, "return_scores is 1; it must be True or False"),
+        ({"detect_repetition": "no"}, "detect_repetition is 'no'; it must be True or False"),
+        ({"target_prefix": b"ab"}, "target_prefix is b'ab'; it must be a text"),
+        ({"target_prefix": "x" * 1000, "seed": "y" * 1000}, "seed is 'y"),
+        ({"suppress_tokens": (1,)}, r"suppress_tokens\[0\] is 1; it must be a text"),
+        ({"suppress_sequences": (("a", None),)}, r"suppress_sequences\[0\]\[1\] is None; it must be a text"),
+        ({"stop": ("a", 2)}, r"stop\[1\] is 2; it must be a text"),
+        ({"unknown_words": "omit"}, "unknown_words is 'omit'; it must be one of refuse, byte_fallback, copy, suppress"),
+        ({"unknown_words": 3}, "unknown_words is 3"),
+        ({"beem_size": 4}, "beem_size is no decoding option: did you mean beam_size"),
+        ({"zzz": 4}, "zzz is no decoding option: there is max_new_tokens, .*, unknown_words"),
+    ],
+)
+def test_values_of_another_type_and_names_of_no_option_are_refused(options, message):
+    """As every other mistake is, so that one ``except`` finds them all."""
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        DecodingOptions(**options)
+    assert len(str(caught.value)) < 700
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    """numpy's, and whole ones where any number will do."""
+    options = DecodingOptions(beam_size=np.int64(4), length_penalty=1, max_length_ratio=np.float32(1.5))
+    assert (options.beam_size, options.length_penalty, options.max_length_ratio) == (4, 1, 1.5)
+    assert DecodingOptions(unknown_words="copy") == DecodingOptions(unknown_words=UnknownWords.COPY)
+
+
+def test_options_can_be_changed_and_copied():
+    """Like those of any frozen dataclass."""
+    options = DecodingOptions(beam_size=4, stop=("a",))
+    assert dataclasses.replace(options, beam_size=2) == DecodingOptions(beam_size=2, stop=("a",))
+    assert copy.deepcopy(options) == pickle.loads(pickle.dumps(options)) == options

@@ -17,11 +17,11 @@ from dragoman.answer import TextResult, TopToken
 from dragoman.bundle import Limits, Tokenizers
 from dragoman.config import EngineConfig
 from dragoman.engine.engine import Engine, Stream
-from dragoman.errors import ImpossibleError, InvalidRequestError
+from dragoman.errors import ImpossibleError, InvalidRequestError, ModelUnsupportedError, RowError
 from dragoman.pipeline import TextLimits, TextPipeline
 from dragoman.resolver import Terms
 from dragoman.served_model import token_rules
-from dragoman.testing import VOCABULARY, ScriptedRunner, scripted_manifest, scripted_model
+from dragoman.testing import ALPHABET, VOCABULARY, ScriptedRunner, scripted_manifest, scripted_model
 from dragoman.tokenizer import SourceTokenizer, TargetTokenizer
 from dragoman.types import DecodingOptions, FinishReason
 from dragoman.vocabulary import BYTE_TOKENS, EOS_ID, SPECIAL_TOKENS, PlainVocabulary, SentencePieceVocabulary
@@ -162,6 +162,16 @@ async def test_nothing_of_a_stop_string_is_ever_sent():
                 assert "e" not in update.delta
 
 
+async def test_a_blank_before_a_stop_string_is_kept(sentencepiece_model):
+    """It may have been sent before the string began: the text is what stands before it, streamed or not."""
+    vocabulary = SentencePieceVocabulary(sentencepiece_model("bpe"))
+    script = surely(len(vocabulary.tokens), lambda source: source)
+    async with running(script, vocabulary=vocabulary) as pipeline:
+        for stop, text in (("dog", "the "), (" dog", "the"), ("e", "th")):
+            cut = await best(pipeline, "the dog runs", stop=(stop,))
+            assert (cut.text, cut.finish_reason) == (text, FinishReason.STOP_SEQUENCE)
+
+
 async def test_the_end_of_an_answer_may_complete_a_stop_string_or_leave_one_begun():
     """What was held back for a string that never came is in the text."""
     async with running() as pipeline:
@@ -231,13 +241,63 @@ async def test_an_answer_that_has_its_end_does_not_fail_by_what_comes_behind(mon
             assert told.wait(60)
 
     runner.before_decode = hold
-    nothing_behind_f = tuple(("f", token) for token in VOCABULARY.tokens)
+    nothing_behind_f = tuple(("f", token) for token in ("</s>", *ALPHABET))
     async with running(runner=runner) as pipeline:
         answer = await best(pipeline, "a", stop=("ef",), suppress_sequences=nothing_behind_f, return_scores=True)
         assert (answer.text, answer.finish_reason) == ("bcd", FinishReason.STOP_SEQUENCE)
         assert len(answer.token_scores) == 3
         with pytest.raises(ImpossibleError):
             await best(pipeline, "a", stop=("gh",), suppress_sequences=nothing_behind_f)
+
+
+def parting(value):
+    """b and then d x y, behind which no numbers are left; or, a little less probable, c and then e till the end."""
+
+    def script(source, fed):
+        letters = {"b": "bdxy", "c": "ceeeeee"}
+        logits, said = np.full(SIZE, -20.0), fed[1:]
+        logits[EOS_ID] = -40.0
+        if not said:
+            logits[[VOCABULARY.tokens.index("b"), VOCABULARY.tokens.index("c")]] = 1.0, 0.9
+            return logits
+        answer = letters.get(VOCABULARY.tokens[said[0]], "ceeeeee")
+        if answer == "bdxy" and len(said) == 4:
+            return np.full(SIZE, value)
+        logits[EOS_ID if len(said) >= len(answer) else VOCABULARY.tokens.index(answer[len(said)])] = 5.0
+        return logits
+
+    return script
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("options", [{"return_alternatives": True}, {"beam_size": 2}])
+async def test_one_of_several_answers_that_has_its_end_does_not_fail_by_what_comes_behind(options, value):
+    """The one that stopped is good, and the other goes on to its own end; with another stop text, both are lost."""
+    async with running(parting(value)) as pipeline:
+        found = await answers(pipeline, "a", stop=("xy",), num_hypotheses=2, return_scores=True, **options)
+        ends = {one.text: (one.finish_reason, len(one.token_scores)) for one in found}
+        assert ends == {"bd": (FinishReason.STOP_SEQUENCE, 2), "ceeeeee": (FinishReason.STOP, 8)}
+        for stop in ((), ("z",)):
+            if "beam_size" in options and value == -math.inf:  # dropped, as ever
+                assert (await best(pipeline, "a", stop=stop, **options)).text == "ceeeeee"
+            else:
+                with pytest.raises(RowError if math.isnan(value) else ImpossibleError):
+                    await answers(pipeline, "a", stop=stop, num_hypotheses=2, **options)
+
+
+@pytest.mark.parametrize("behind", [math.nan, -math.inf])
+async def test_samples_that_have_their_ends_do_not_fail_by_what_comes_behind(behind):
+    """All of them reach the text, and then nothing is left for any."""
+
+    def script(source, fed):
+        return np.full(SIZE, behind) if len(fed) > 5 else np.eye(SIZE)[4 + len(fed) % 26] * 60  # b c d e f
+
+    options = {"temperature": 1.0, "seed": 1, "num_hypotheses": 3}
+    async with running(script) as pipeline:
+        found = await answers(pipeline, "a", stop=("ef",), **options)
+        assert [(one.text, one.finish_reason) for one in found] == [("bcd", FinishReason.STOP_SEQUENCE)] * 3
+        with pytest.raises(RowError if math.isnan(behind) else ImpossibleError):
+            await answers(pipeline, "a", stop=("gh",), **options)
 
 
 async def test_stop_strings_of_beams_and_of_several_answers_cut_each():
@@ -275,6 +335,68 @@ async def test_beam_search_returns_its_best_and_both_scores():
     for one in found:
         assert one.log_probability == pytest.approx(math.fsum(one.token_scores))
         assert one.score == pytest.approx(one.log_probability / len(one.token_scores) ** 0.6)
+
+
+def attention(source, tokens):
+    """How much each token that is read looks at each of the source: (T + 1, S)."""
+    rng = np.random.default_rng(abs(hash((source, tokens))))
+    weights = rng.random((len(tokens) + 1, len(source))) ** 4
+    return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
+def no_alignment(source, tokens):
+    raise AssertionError("nothing is to be aligned")
+
+
+@pytest.mark.parametrize("stop", [(), ("b", "n")])
+@pytest.mark.parametrize("options", [{}, {"num_hypotheses": 3, "length_penalty": 0.0}, {"target_prefix": "xy"}])
+async def test_the_coverage_penalty_ranks_all_that_the_search_finished(options, stop):
+    """By hand from what the engine hands over: the steps that produced each answer, as far as it is left."""
+    model = scripted_model(
+        [ScriptedRunner(hashing_script(SIZE))], forced_pass=no_alignment, coverage=attention, limits=None
+    )
+    model.start()
+    try:
+        options = {"beam_size": 4, "coverage_penalty": 0.7, "return_scores": True, "stop": stop, **options}
+        moved = 0
+        for text in ("abc", "defg", "hi", "jklmnop", "q"):
+            found = await answers(model.pipeline, text, **options)
+            plain = await answers(model.pipeline, text, **{**options, "coverage_penalty": 0.0})
+            source = (*(VOCABULARY.tokens.index(letter) for letter in text), EOS_ID)
+            decoding = DecodingOptions(**options)
+            stream = model.engine.submit(
+                model.pipeline._resolver.request(model.pipeline._resolve(decoding), source, Terms())
+            )
+            async for update in stream:
+                result = update.result
+            expected = []
+            for hypothesis in result.hypotheses:
+                tokens = [VOCABULARY.tokens[token] for token in hypothesis.tokens]
+                num_prefix = len(decoding.target_prefix)
+                cut = next((i for i, t in enumerate(tokens) if i >= num_prefix and t in stop), None)
+                kept, scores = hypothesis.tokens[:cut], hypothesis.token_scores
+                if cut is not None:
+                    scores = scores[: cut - num_prefix]
+                steps = attention(source, kept)[: num_prefix + len(scores)].astype(float)
+                penalty = sum(math.log(min(total, 1.0)) for total in steps.sum(axis=0) if total > 0)
+                score = sum(scores) / max(1, len(scores)) ** decoding.length_penalty + 0.7 * penalty
+                expected.append((score, "".join(tokens[:cut])))
+            expected.sort(key=lambda one: -one[0])
+            assert [one.text for one in found] == [text for _, text in expected[: decoding.num_hypotheses]]
+            assert [one.score for one in found] == pytest.approx([s for s, _ in expected[: decoding.num_hypotheses]])
+            moved += found[0].text != plain[0].text
+        assert moved
+    finally:
+        await model.close()
+
+
+async def test_coverage_without_an_alignment_graph_is_refused_before_any_work():
+    """The model lacks what it takes: the message says what to do."""
+    runner = ScriptedRunner()
+    async with running(runner=runner) as pipeline:
+        with pytest.raises(ModelUnsupportedError, match=r"coverage_penalty is 0\.2; .* dragoman export --alignment"):
+            await pipeline.generate("abc", DecodingOptions(beam_size=2, coverage_penalty=0.2))
+    assert runner.encoded == []
 
 
 async def test_alternatives_are_answers_that_part_behind_the_prefix():
@@ -355,7 +477,7 @@ async def test_every_pair_of_kinds_of_request_shares_a_batch_unharmed():
 async def test_a_request_whose_constraints_leave_nothing_fails_alone():
     """Its neighbour, in the same batch, is answered."""
     async with running() as pipeline:
-        impossible = DecodingOptions(suppress_tokens=VOCABULARY.tokens)
+        impossible = DecodingOptions(suppress_tokens=("</s>", *ALPHABET))
         bad, good = await asyncio.gather(
             pipeline.generate("abc", impossible), pipeline.generate("xyz", DecodingOptions()), return_exceptions=True
         )

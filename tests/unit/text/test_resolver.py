@@ -103,6 +103,22 @@ def test_names_that_are_no_tokens_are_listed():
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"suppress_tokens": ("a", "<pad>")}, "suppress_tokens names '<pad>', which no answer of this model ever has"),
+        ({"suppress_tokens": ("<unk>",)}, "suppress_tokens names '<unk>'"),
+        ({"suppress_sequences": (("a",), ("a", "<s>"))}, r"suppress_sequences\[1\] names '<s>', which no answer"),
+        ({"suppress_sequences": (("a", "</s>", "b"),)}, r"suppress_sequences\[0\] has '</s>' before its end"),
+    ],
+)
+def test_what_no_answer_has_cannot_be_suppressed(options, message):
+    """The end token can, and sequences that end with it."""
+    with pytest.raises(InvalidRequestError, match=message):
+        request(DecodingOptions(**options))
+    request(DecodingOptions(suppress_tokens=("</s>",), suppress_sequences=(("a", "</s>"),)))
+
+
+@pytest.mark.parametrize(
     ("prefix", "message"),
     [("aX", r"target_prefix holds 'X' \(U\+0058\), which this model's target"), ("a\ud800", "target_prefix holds")],
 )
