@@ -30,7 +30,7 @@ from dragoman_training.scoring import edit_distance
 
 TIE_GAP = 1e-4  # two logits closer than this may come out either way
 MAX_GOLDEN_CASES = 32
-MAX_GOLDEN_CANDIDATES = 4 * MAX_GOLDEN_CASES  # each costs a run of its own
+MAX_GOLDEN_CANDIDATES = 4 * MAX_GOLDEN_CASES  # each costs as many steps as its answer has
 PARITY_ROWS = 64
 BEAM_SIZE = 4
 MAX_BEAM_SOURCES = 2500  # evenly taken from those given
@@ -381,15 +381,18 @@ def golden_set(
     cases: list[GoldenCase] = []
     ended = [index for index, answer in enumerate(answers) if answer.finish_reason == "stop"]
     ended.sort(key=lambda index: len(sources[index]))
-    for index in spread(ended, MAX_GOLDEN_CANDIDATES):
-        answer = answers[index]
-        (activations,) = run_targets(runner, [sources[index]], [answer.tokens], rules.decoder_start)
-        logits = activations.logits.copy()
-        logits[:, list(rules.never_generated)] = -np.inf
-        best_two = np.sort(logits, axis=1)[:, -2:]  # (T, 2)
-        if float((best_two[:, 1] - best_two[:, 0]).min()) >= gap:
-            assert answer.score is not None
-            cases.append(GoldenCase(texts[index], sources[index], answer.tokens, answer.score, decoded[index]))
+    candidates = spread(ended, MAX_GOLDEN_CANDIDATES)
+    for begin in range(0, len(candidates), runner.num_slots):
+        group = candidates[begin : begin + runner.num_slots]
+        targets = [answers[index].tokens for index in group]
+        found = run_targets(runner, [sources[index] for index in group], targets, rules.decoder_start)
+        for index, activations in zip(group, found, strict=True):
+            answer, logits = answers[index], activations.logits.copy()
+            logits[:, list(rules.never_generated)] = -np.inf
+            best_two = np.partition(logits, -2, axis=1)[:, -2:]  # (T, 2)
+            if float((best_two[:, 1] - best_two[:, 0]).min()) >= gap:
+                assert answer.score is not None
+                cases.append(GoldenCase(texts[index], sources[index], answer.tokens, answer.score, decoded[index]))
     if not cases:
         raise ExportError(
             f"no golden set can be made: for none of {len(sources)} sources does the model prefer its best token to "

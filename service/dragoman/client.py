@@ -299,13 +299,15 @@ def _seconds(timeout: object) -> float | None:
     """A call's timeout. Raises InvalidRequestError."""
     if timeout is None:
         return None
-    # So written that NaN is refused, too.
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not is_number or not abs(timeout) <= MAX_TIMEOUT_SECONDS:
-        raise InvalidRequestError(
-            f"timeout is {timeout!r:.100}; it must be a number of seconds, at most {MAX_TIMEOUT_SECONDS}, or None"
-        )
-    return timeout
+    if (
+        isinstance(timeout, int | float)
+        and not isinstance(timeout, bool)
+        and abs(timeout) <= MAX_TIMEOUT_SECONDS  # not so for NaN
+    ):
+        return timeout
+    raise InvalidRequestError(
+        f"timeout is {timeout!r:.100}; it must be a number of seconds, at most {MAX_TIMEOUT_SECONDS}, or None"
+    )
 
 
 def _request(

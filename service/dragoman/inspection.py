@@ -129,6 +129,8 @@ def _graph_set(graphs: GraphSet, *, histogram: bool) -> list[str]:
         f"  against PyTorch: {_figures(graphs.parity)}",
         f"  on a test set: {_figures(graphs.quality)}",
     ]
+    if graphs.device is not None:
+        lines.append(f"  without weights, for a device: {', '.join(graph.file for graph in graphs.device.all())}")
     for graph in (graphs.encoder, graphs.decoder):
         lines += ["", *_graph(graph, histogram=histogram)]
     return lines
@@ -136,6 +138,8 @@ def _graph_set(graphs: GraphSet, *, histogram: bool) -> list[str]:
 
 def _graph(graph: Graph, *, histogram: bool) -> list[str]:
     lines = [f"  {line}" for line in node_table(graph)]
+    if graph.weights is not None:
+        lines.append(f"    its larger weights are in {graph.weights}")
     if histogram:
         lines += ["", *(f"  {line}" for line in node_histogram(graph))]
     return lines

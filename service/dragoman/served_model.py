@@ -95,6 +95,8 @@ class ServedModel:
         proof = graphs if chosen is None else chosen
         source, target = load_tokenizers(bundle)
         cases = list(bundle.golden(proof))
+        if not cases:
+            raise BundleError(f"{proof.golden} holds no case: a bundle that cannot prove itself is not served")
         check_golden_texts(source, target, cases, proof.golden)
         rules = token_rules(bundle.manifest)
 
@@ -115,6 +117,7 @@ class ServedModel:
         if (alignment := bundle.manifest.alignment) is not None:
             forced_pass = OrtForcedPass(alignment, encoder, rules.decoder_start, bundle.read, config.num_threads)
             check_alignment(forced_pass, cases[0], alignment.graph.file)
+            check_alignment(forced_pass.coverage, cases[0], alignment.graph.file, num_more=1)
             aligner = Aligner(forced_pass, config.max_waiting, forced_pass.coverage)
         engine = Engine(runners, rules, config, listener)
         if provider != "cpu":
@@ -169,13 +172,22 @@ def open_device_runners(
 
 
 def warm_up(runner: Runner, prove: Callable[[Runner], None], progress: Progress | None) -> None:
-    """Make a device runner's first runs, and let it prove itself. Raises BundleError where a run fails."""
+    """Make a device runner's first runs, and let it prove itself.
+
+    Raises BundleError where a run fails, and ConfigError where it lacks memory.
+    """
+    from dragoman.engine.device import is_out_of_memory
     from dragoman.engine.device_runner import DeviceRunner
 
     assert isinstance(runner, DeviceRunner)
     try:
         runner.warm_up(progress or (lambda what, done, total: None))
     except Exception as error:  # ONNX Runtime raises many unrelated types
+        if is_out_of_memory(error):
+            raise ConfigError(
+                f"the device has no room for the largest runs ({'; '.join(runner.plan.lines())}): lower --slots or "
+                "--max-encode-tokens, free its memory, or raise --gpu-mem-limit"
+            ) from error
         raise BundleError(f"the graphs fail on the device: {error}") from error
     prove(runner)
 
@@ -286,9 +298,7 @@ def check_golden_texts(source: SourceTokenizer, target: TargetTokenizer, cases: 
 def replay_golden(
     runner: Runner, rules: TokenRules, cases: list[GoldenCase], config: EngineConfig, name: str, score_tolerance: float
 ) -> None:
-    """Generate every golden case; raises BundleError at the first that differs, and for an empty set."""
-    if not cases:
-        raise BundleError(f"{name} holds no case: a bundle that cannot prove itself is not served")
+    """Generate every golden case; raises BundleError at the first that differs."""
     requests = [GenerationRequest(case.source, len(case.tokens) + 1, return_scores=True) for case in cases]
     try:
         outcomes = generate_all(runner, rules, requests, config)
@@ -300,14 +310,17 @@ def replay_golden(
             raise BundleError(f"{name}: this machine does not reproduce the golden answer to {case.text!r}: {problem}")
 
 
-def check_alignment(forced_pass: ForcedPass, case: GoldenCase, name: str) -> None:
-    """Run the alignment graph once; raises BundleError where it gives anything but shares that sum to 1."""
+def check_alignment(forced_pass: ForcedPass, case: GoldenCase, name: str, num_more: int = 0) -> None:
+    """Run the alignment graph once; raises BundleError where it gives anything but shares that sum to 1.
+
+    There must be a row for each token, and ``num_more``.
+    """
     try:
         sums = forced_pass(case.source, case.tokens).sum(axis=1).tolist()  # (T,)
     except Exception as error:  # ONNX Runtime raises many unrelated types
         raise BundleError(f"{name} fails on the golden set: {error}") from error
-    if len(sums) != len(case.tokens) or not all(math.isclose(total, 1, abs_tol=1e-3) for total in sums):
-        raise BundleError(f"{name} gives weights for {case.text!r} that sum to {sums}, not to 1 for each token")
+    if len(sums) != len(case.tokens) + num_more or not all(math.isclose(total, 1, abs_tol=1e-3) for total in sums):
+        raise BundleError(f"{name} gives weights for {case.text!r} that sum to {sums}, not to 1 for each step")
 
 
 def _difference(case: GoldenCase, outcome: GenerationResult | DragomanError, tolerance: float) -> str | None:

@@ -375,6 +375,23 @@ async def test_requests_are_refused_when_memory_runs_out(toy, monkeypatch, messa
     await engine.close()
 
 
+def test_memory_that_runs_out_while_rows_are_copied_is_no_refusal(toy, monkeypatch):
+    """Half of the copies may be made: to say "retry" and to copy again would give running rows each other's tokens."""
+    runner, run = toy.runner(4), Binding.run
+    runner.admit([(5, 6), (7, 8)], [[0], [1]])
+    runner.decode(np.array([1, 1]))
+    runner.move(1, 0)
+
+    def scarce(binding, reason, options=None):
+        if reason == "settle":
+            raise RuntimeError("CUDA failure 2: out of memory ; GPU=0")
+        run(binding, reason, options)
+
+    monkeypatch.setattr(Binding, "run", scarce)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runner.admit([(9, 9)], [[1]])
+
+
 def test_a_request_beyond_the_model_is_refused(toy):
     """Rows have room for the model's limits, and never more."""
     runner = toy.runner(4)
@@ -411,6 +428,17 @@ def test_cuda_graphs_are_for_the_decoder_alone_one_a_bucket(toy, monkeypatch):
     assert numbers == ["1", "2", "4"]
     assert Device("cuda", DeviceConfig(cuda_graphs=False)).capture_options(1) is None
     assert DRY.capture_options(1) is None
+
+
+def test_weights_that_do_not_fit_are_no_fault_of_the_bundle(toy, monkeypatch):
+    """The message has the file, and what to do."""
+
+    def full(*_, **__):
+        raise RuntimeError("Available memory of 5 is smaller than requested bytes of 9")
+
+    monkeypatch.setattr(device_module.ort, "InferenceSession", full)
+    with pytest.raises(ConfigError, match=r"no room for the weights of decoder\.cuda\.fp16\.onnx: .*--gpu-mem-limit"):
+        Device("cuda").open(toy.graphs.decoder, toy.bundle.read)
 
 
 # As it is served
@@ -459,15 +487,26 @@ def test_replicas_share_the_memory_that_the_process_may_take(toy):
         open_device_runners(toy.bundle, toy.graphs, dataclasses.replace(config, num_replicas=2), "cuda-dry", device)
 
 
-def test_a_device_that_fails_the_golden_set_is_not_served(toy, monkeypatch):
-    """The replica's thread says so where the bundle is loaded, and is gone."""
+@pytest.mark.parametrize(
+    ("failure", "error", "message"),
+    [
+        ("no kernel image", BundleError, "fail on the device: no kernel image"),
+        (
+            "CUDA failure 2: out of memory ; GPU=0",
+            ConfigError,
+            r"no room for the largest runs \(weights .*lower --slots",
+        ),
+    ],
+)
+def test_a_device_that_fails_its_first_runs_is_not_served(toy, monkeypatch, failure, error, message):
+    """The replica's thread says so where the bundle is loaded, and is gone; a lack of memory comes with its remedy."""
 
     def fail(*_):
-        raise RuntimeError("no kernel image")
+        raise RuntimeError(failure)
 
     monkeypatch.setattr(Binding, "run", fail)
     threads = replica_threads()
-    with pytest.raises(BundleError, match="fail on the device: no kernel image"):
+    with pytest.raises(error, match=message):
         ServedModel.load(toy.bundle.path, EngineConfig(num_slots=2), LIMITS, provider="cuda-dry")
     for thread in replica_threads() - threads:
         thread.join(timeout=60)

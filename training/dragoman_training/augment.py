@@ -33,6 +33,7 @@ ONSETS += ["st", "t", "tr", "v", "w", "x", "y", "z", "th", "sh", "ch", ""]
 VOWELS = ["a", "e", "i", "o", "u", "ai", "ei", "ou", "ee", "ö", "ü", "é", "y"]
 CODAS = ["", "", "", "n", "r", "l", "s", "m", "ck", "nd", "rt", "ss", "lm", "x"]
 LONGEST_JOINED = 400  # characters of each side
+MADE_SOURCE = "variant with a source in dev or test"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,28 +209,34 @@ def prepare_augmented(
     """Write ``train.source``, ``train.target`` and ``report.json`` into ``folder``, new or empty; returns the report.
 
     ``given`` has the pairs of ``dev`` and ``test`` where there are files of them: they are written beside it as they
-    are, and no training pair, made or not, has a source of theirs. Repeated pairs stay, and each gets its variants.
-    Text is read once and never held in memory, but for dev and test (twice, as hashes). Raises ``DataError`` as
-    ``prepare_pairs`` does.
+    are. A training pair with a source of theirs is left out, and nothing is made of it; so is a variant with one.
+    Repeated pairs stay, and each gets its variants. Text is read once and never held in memory, but for dev and test
+    (twice, as hashes). Raises ``DataError`` as ``prepare_pairs`` does.
     """
     refuse_unfit(folder)
     evaluation = survey_given(given)
     held_out = {int(number) for survey in evaluation.values() for number in survey.sources}
     dropped, made = Counter[str](), Counter[str]()
     kept = 0
+
+    def free(pairs: Iterable[tuple[str, str]], reason: str) -> Iterator[tuple[str, str]]:
+        for pair in pairs:
+            if held_out and text_hash(pair[0]) in held_out:
+                dropped[reason] += 1
+            else:
+                yield pair
+
     with explained(folder, DataError), written_aside(folder) as aside:
         with (
             (aside / "train.source").open("w", encoding="utf-8", newline="\n") as sources,
             (aside / "train.target").open("w", encoding="utf-8", newline="\n") as targets,
         ):
-            for source, target in augmented(PairFilter().kept(train(), dropped), recipe, seed, made):
-                if held_out and text_hash(source) in held_out:
-                    dropped["source in dev or test"] += 1
-                    continue
+            usable = free(PairFilter().kept(train(), dropped), "source in dev or test")
+            for source, target in free(augmented(usable, recipe, seed, made), MADE_SOURCE):
                 sources.write(f"{source}\n")
                 targets.write(f"{target}\n")
                 kept += 1
-        read = made["as it is"] + dropped.total() - dropped["source in dev or test"]
+        read = made["as it is"] + dropped.total() - dropped[MADE_SOURCE]
         if not read:
             raise DataError("the training text is empty: at least one pair is needed")
         if not kept:

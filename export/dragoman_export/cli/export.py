@@ -6,8 +6,8 @@ measures what each precision costs on a test set, and writes the bundle. If any 
 exit status is 2. What it is doing is told on stderr. Graphs lie in a hidden folder beside BUNDLE until that is whole.
 
 Precisions: fp32; int8, smaller and faster, and as exact about who shares a batch; w8, for the lowest latency of a lone
-request, whose answers may depend on the batch in their last digits; fp16, for CUDA, built and compared on the CPU here:
-this version of the service does not run it. The first that it can run is what a server uses unless told.
+request, whose answers may depend on the batch in their last digits; fp16, for CUDA, built and compared on the CPU here
+and served with --provider cuda. A server uses the first that is for its provider unless told.
 
   dragoman export runs/g2p-en --sources g2p-data/dev.source --out bundles/g2p-en
   dragoman export runs/en-de --precision int8,fp32 --sources dev.en --test test.en test.de --out bundles/en-de
@@ -87,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--alignment",
         action="store_true",
         help="add a graph that tells which source token each target token comes from: the attention of one decoder "
-        "layer, chosen by how well it aligns what was copied from the sources of --sources. The bundle grows by the "
-        "encoder, the decoder up to that layer, and the embeddings, in fp32",
+        "layer, chosen by how well it aligns what was copied from the sources of --sources. With int8 or w8 it shares "
+        "their weights; else the bundle grows by a decoder in fp32",
     )
     parser.add_argument(
         "--shortlist",
@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("SOURCES", "TARGETS"),
         help="the training text, aligned line by line: add a shortlist, by which a server can restrict int8's answers "
         "to the candidates of their source's tokens (dragoman serve --shortlist): faster, where the vocabulary is "
-        "large. The bundle grows by the decoder of int8",
+        "large. The bundle grows by the output projection of int8 and the candidates",
     )
     parser.add_argument(
         "--shortlist-candidates",

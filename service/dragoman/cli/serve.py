@@ -83,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
 
     names = [load_manifest(path).name for path in paths]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"two bundles are named {twice[0]!r}, and metrics tell models apart by their names alone: serve one")
+        raise ConfigError(
+            f"two bundles are named {twice[0]!r}, and metrics tell models apart by their names alone: serve one"
+        )
     metrics = ServerMetrics()
     models = []
     for path, name in zip(paths, names, strict=True):

@@ -70,7 +70,7 @@ class Device:
         With ``captured``, its runs become CUDA graphs, where these are on.
 
         Raises BundleError when it does not load, its signature is not the declared one, or a node has no place on the
-        device; ConfigError when CUDA does not load.
+        device; ConfigError when CUDA does not load, or the device has no room.
         """
         if self.provider == DRY:
             return open_graph(graph, content, num_threads=1)
@@ -90,6 +90,10 @@ class Device:
                 content(graph.file), options, providers=[("CUDAExecutionProvider", settings)], enable_fallback=0
             )
         except Exception as error:  # ONNX Runtime raises many unrelated types
+            if is_out_of_memory(error):
+                raise ConfigError(
+                    f"the device has no room for the weights of {graph.file}: free its memory, or raise --gpu-mem-limit"
+                ) from error
             raise BundleError(f"{graph.file}: ONNX Runtime cannot open it on CUDA: {error}") from error
         check_placement(session, graph.file)
         check_signature(graph, session)

@@ -135,6 +135,7 @@ class DeviceRunner:
         batch = np.zeros(self._encode_shape(len(sources), max(lengths)), np.int64)  # (B, S)
         for row, source in enumerate(sources):
             batch[row, : len(source)] = source
+        self.kv.settle()  # rows that run are copied: what fails halfway there can be neither repeated nor refused
         try:
             self._encode(batch, lengths, slots)
         except Exception as error:  # ONNX Runtime raises many unrelated types
@@ -163,7 +164,10 @@ class DeviceRunner:
         self.kv.fork(source_slot, target_slot)
 
     def warm_up(self, progress: Progress = lambda what, done, total: None) -> None:
-        """Make the first run of every shape that can come. No row may be in use. Raises what a run raises."""
+        """Make the first run of every shape of encoder and decoder that can come. No row may be in use.
+
+        Raises what a run raises.
+        """
         shapes = self.encode_shapes()
         for done, (batch, length) in enumerate(shapes, start=1):
             self._encode(np.zeros((batch, length), np.int64), [length] * batch, [[slot] for slot in range(batch)])

@@ -89,7 +89,8 @@ class Sequence:
         elif (error := _common_error(outcome)) is not None:
             stats = self.stats(error.code, now)
         else:
-            stats = self.stats("ok", now, outcome.hypotheses[0].finish_reason)
+            best = next(hypothesis for hypothesis in outcome.hypotheses if hypothesis.error is None)
+            stats = self.stats("ok", now, best.finish_reason)
         return Delivery(self, tokens or [], outcome, stats)
 
     def stats(self, code: str, now: float, finish_reason: FinishReason | None = None) -> RequestStats:

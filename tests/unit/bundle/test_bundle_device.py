@@ -6,6 +6,7 @@ import pytest
 
 from dragoman.bundle import DeviceGraphs, Graph, ModelBundle, save_bundle
 from dragoman.errors import BundleError
+from dragoman.inspection import describe
 from dragoman.testing import scripted_manifest
 
 FILES = dict.fromkeys(("source.json", "target.json", "none.onnx", "golden.jsonl"), b"")
@@ -33,3 +34,10 @@ def test_a_file_that_is_not_there_is_named(tmp_path, missing):
     files = {**FILES, **{name: b"graph" for name in NAMES if name != missing}}
     with pytest.raises(BundleError, match=f"does not declare: {missing}"):
         save_bundle(manifest(), files, tmp_path / "bundle")
+
+
+def test_they_are_shown():
+    """By name, with their graph set."""
+    line = f"  without weights, for a device: {', '.join(NAMES)}"
+    assert line in describe(manifest(), {})
+    assert line not in describe(scripted_manifest(), {})

@@ -23,7 +23,7 @@ from dragoman.errors import (
     RowError,
 )
 from dragoman.testing import VOCABULARY, ScriptedRunner, copy_script
-from dragoman.types import FinishReason, GenerationRequest, RequestStats, StepStats
+from dragoman.types import FinishReason, GenerationRequest, RequestStats, SearchOptions, StepStats
 from dragoman.vocabulary import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
 RULES = TokenRules(decoder_start=BOS_ID, eos=EOS_ID, never_generated=(PAD_ID, BOS_ID, UNK_ID))
@@ -244,6 +244,22 @@ async def test_a_row_of_nan_fails_alone():
         assert isinstance(await outcome(bad), RowError)
         for i, stream in enumerate(good):
             assert (await outcome(stream)).hypotheses[0].tokens == (5, 6, 7, 8, i + 9)
+
+
+async def test_the_reason_that_is_counted_is_a_good_answers():
+    """Beside stop texts, a row may end alone: the first alternative does, and the second is the best that there is."""
+
+    def script(source, fed):
+        if len(fed) == 1:
+            return [{5: 3.0, 6: 2.0}.get(token, -5.0) for token in range(SIZE)]
+        return [float("nan")] * SIZE if fed[1] == 5 else [float(token == EOS_ID) for token in range(SIZE)]
+
+    running = Running(ScriptedRunner(script))
+    async with running as engine:
+        search = SearchOptions(num_hypotheses=2, alternatives=True)
+        found = await outcome(engine.submit(request((4,), search=search, stop=("x",))))
+        assert [type(hypothesis.error) for hypothesis in found.hypotheses] == [RowError, type(None)]
+    assert [(stats.code, stats.finish_reason) for stats in running.listener.finished] == [("ok", FinishReason.STOP)]
 
 
 async def test_a_full_queue_refuses_at_once():

@@ -22,14 +22,19 @@ def golden(monkeypatch, sources, undecided=(), answers=None):
     seen = []
 
     def run_targets(runner, chosen, targets, start):
+        assert len(chosen) == len(targets) <= runner.num_slots
         seen.extend(chosen)
-        gap = 0.05 if chosen[0] in undecided else 0.2
-        return [SimpleNamespace(logits=np.array([[9.0, 0.0, 0.0, 0.0, gap], [9.0, 0.0, gap, 0.0, 0.0]]))]
+        gaps = [0.05 if source in undecided else 0.2 for source in chosen]
+        return [
+            SimpleNamespace(logits=np.array([[9.0, 0.0, 0.0, 0.0, gap], [9.0, 0.0, gap, 0.0, 0.0]])) for gap in gaps
+        ]
 
     monkeypatch.setattr(verify, "run_targets", run_targets)
     answers = answers or [ANSWER] * len(sources)
     texts = [f"text {len(source)}" for source in sources]
-    return verify.golden_set(None, RULES, texts, sources, answers, ["a"] * len(sources), 0.1), len(seen)
+    return verify.golden_set(
+        SimpleNamespace(num_slots=5), RULES, texts, sources, answers, ["a"] * len(sources), 0.1
+    ), len(seen)
 
 
 def of_lengths(lengths):

@@ -261,3 +261,5 @@ def test_a_graph_whose_weights_are_no_shares_is_not_served(row):
     with pytest.raises(BundleError, match=r"alignment\.onnx gives weights for 'a' that sum to"):
         check_alignment(lambda source, tokens: np.array([row] if row else np.zeros((0, 2))), case, "alignment.onnx")
     check_alignment(crossed, case, "alignment.onnx")
+    with pytest.raises(BundleError, match=r"sum to \[1.0\], not to 1 for each step"):  # of coverage, a row is missing
+        check_alignment(crossed, case, "alignment.onnx", num_more=1)

@@ -73,6 +73,7 @@ def test_everything_that_matters_is_shown(inspect):
         assert [kind, *[str(number)] * 3] in lines
     for name, entry in manifest.files.items():
         assert [name, f"{entry.bytes:,}"] in lines
+    assert out.count("    its larger weights are in weights.8bit.bin\n") == 3  # encoder, decoder, alignment
 
 
 def test_json_is_the_manifest_and_what_was_checked(inspect, bundle):
@@ -147,6 +148,17 @@ def test_a_file_of_another_size_or_none_is_found_at_a_glance(inspect, bundle, da
     assert status == 1
     assert [name in problem for name, problem in zip(("NOTICE", "decoder"), problems, strict=True)] == [True, True]
     assert err.count("\n") == 2
+
+
+def test_an_empty_golden_set_is_status_1(inspect, bundle, tmp_path):
+    """It proves nothing."""
+    whole = ModelBundle.load(bundle)
+    name = whole.manifest.graphs[0].golden
+    files = {file: whole.read(file) for file in whole.manifest.files}
+    save_bundle(whole.manifest, {**files, name: b""}, tmp_path / "other")
+    status, _, err = inspect(tmp_path / "other", "--verify")
+    assert status == 1
+    assert f"{name} holds no case" in err
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_files_and_report_agree(run: Run, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_no_variant_is_a_source_of_dev_or_test(run: Run, tmp_path: Path) -> None:
-    """Lowered or bare, a training pair may become what the dev set asks: it goes. The sets are written as they are."""
+    """Lowered or bare, a training pair may become what dev asks: it goes. Of a pair of theirs nothing is made."""
     (tmp_path / "dev.tsv").write_text("tom lives in boston.\tAha\n\tblank\nTom lives in Boston.\tTom lebt in Boston.\n")
     (tmp_path / "test.tsv").write_text("What is the time\tWie spät\n")
     shares = [argument for name in SHARES for argument in (f"--{name}", float(name in ("lowered", "bare")))]
@@ -231,9 +231,14 @@ def test_no_variant_is_a_source_of_dev_or_test(run: Run, tmp_path: Path) -> None
     assert files["dev.source"] == ["tom lives in boston.", "Tom lives in Boston."]
     assert (files["test.source"], files["test.target"]) == (["What is the time"], ["Wie spät"])
     assert not set(files["train.source"]) & {*files["dev.source"], *files["test.source"]}
+    assert "Tom lives in Boston" not in files["train.source"]  # nearly a dev pair, and its answer
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["dropped"] == {"blank source (dev)": 1, "source in dev or test": 3}
-    assert report["kept"] == {"train": sum(report["made"].values()) - 3, "dev": 2, "test": 1}
+    assert report["dropped"] == {
+        "blank source (dev)": 1,
+        "source in dev or test": 1,
+        "variant with a source in dev or test": 1,
+    }
+    assert report["kept"] == {"train": sum(report["made"].values()) - 1, "dev": 2, "test": 1}
     assert report["read"] == {"train": 5, "dev": 3, "test": 1}
 
 

@@ -36,7 +36,8 @@ Write training text with variants of its pairs behind them, so that a model meet
 
 The made-up words of renamed, renumbered and copied are names, numbers, codes and placeholders, the same on both sides.
 Each pair's variants depend on --seed and its own text alone, but for joined, which takes the pairs before it: shuffle a
-sorted file first. A given dev or test set is written beside, as it is, and no training pair then has a source of it.
+sorted file first. A given dev or test set is written beside, as it is; a training pair with a source of it is left out
+with all its variants, and so is a variant with one.
 """
 
 SHARES = {
