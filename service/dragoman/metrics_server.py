@@ -34,7 +34,7 @@ class MetricsServer:
         except (OSError, UnicodeError, TypeError) as error:  # the latter two for a host that is no name
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"cannot serve metrics on {host}:{port}: {reason}: choose another metrics port"
+                f"cannot serve metrics on {host}:{port}: {reason}: choose another --metrics-port (0: a free one)"
             ) from error
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(

@@ -135,7 +135,7 @@ def _listen(server: grpc.aio.Server, host: str, port: int) -> int:
             raise RuntimeError("gRPC could not bind it")
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"cannot listen on {address}: {reason}: choose another port") from error
+        raise ConfigError(f"cannot listen on {address}: {reason}: choose another --port (0: a free one)") from error
     return bound
 
 

@@ -44,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=positive, required=True, metavar="R", help="requests a second, on average")
     parser.add_argument("--duration", type=positive, required=True, metavar="S", help="for how many seconds to send")
     parser.add_argument(
-        "--input", type=Path, metavar="FILE", help="texts to send, one a line, drawn at random (default: ten words)"
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help="texts to send, one a line, drawn at random (default: ten words; equal texts answered at the same "
+        "time are computed once, unless the server runs with --no-sharing: give many to measure the model)",
     )
     parser.add_argument(
         "--connections",

@@ -6,7 +6,7 @@ and ends with the weights of a run that was never stopped. Before training begin
 command starts again.
 
   dragoman train tiny --out runs/mine                                        a preset, on the data in data/
-  dragoman train tiny --set schedule.steps=2000 --set loop.seed=2 --out runs/other
+  dragoman train tiny --set schedule.steps=6000 --set loop.seed=2 --out runs/other
   dragoman train my.toml --out runs/mine --resume
   dragoman train my.toml --out runs/mine --resume --allow-change schedule.steps
   dragoman train report runs/mine                                            loss, quality and speed to report.png
