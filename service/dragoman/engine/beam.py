@@ -85,7 +85,7 @@ class BeamSearch:
         best = sorted(
             (-(beam.total + log_prob), origin, token, log_prob)
             for origin, (beam, ranked) in enumerate(zip(self._beams, offered, strict=True))
-            for token, log_prob in zip(ranked.tokens, ranked.log_probs, strict=True)
+            for token, log_prob in zip(ranked.tokens[: 2 * size], ranked.log_probs, strict=False)
         )[: 2 * size]
         ranked = [Continuation(origin, token, log_prob, -cost) for cost, origin, token, log_prob in best]
         last = self._num_steps == self._request.max_new_tokens
@@ -117,7 +117,8 @@ class BeamSearch:
             if value == -math.inf and (len(self._beams) > 1 or self._finished) and not self._request.stop:
                 return _NOTHING
             check_usable(value, len(row.tokens))
-            return offers.ranked(row.slot, 2 * self._request.search.beam_size)
+            # The search looks at the first 2 x beam_size; more are for an answer that tells more.
+            return offers.ranked(row.slot, max(2 * self._request.search.beam_size, self._request.num_top))
         except Exception as error:  # whatever it was, it is this beam's alone
             if not self._request.stop:
                 raise

@@ -9,6 +9,7 @@ from contextlib import aclosing, contextmanager
 from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
+from google.rpc.status_pb2 import Status
 
 from dragoman.answer import TextUpdate
 from dragoman.bundle import TokenizerEntry
@@ -35,8 +36,11 @@ SERVICE: Final = "dragoman.v1.GenerationService"
 _BATCH_WINDOW: Final = 128
 """Items of one batch that are in work together: enough to fill an engine; of a line each, too few to fill its queue."""
 
-_ITEM_ERROR_BYTES: Final = 400
-"""So much of a batch's reply is kept for each item's error, up to an eighth of the whole."""
+_ITEM_BYTES: Final = 240
+"""So much of a batch's reply is kept for each item: an error of a short message, and what any item has around it."""
+
+_FRAME_BYTES: Final = 16
+"""What protobuf puts around an item, at most."""
 
 
 class ModelTable:
@@ -97,9 +101,14 @@ class GenerationServicer:
         if num_items > limit:
             self._metrics.request_finished(OTHER, call.method, InvalidRequestError.code, 0.0)
             raise InvalidRequestError(f"the batch has {num_items} items; this server accepts {limit}: split it")
+        if num_items * _ITEM_BYTES > self._config.max_message_bytes:
+            self._metrics.request_finished(OTHER, call.method, ReplyTooLargeError.code, 0.0)
+            raise ReplyTooLargeError(
+                f"the batch has {num_items} items, and the reply {num_items * _ITEM_BYTES} bytes or more if each "
+                f"fails; this server's limit is {self._config.max_message_bytes}: split it"
+            )
         window = asyncio.Semaphore(_BATCH_WINDOW)
-        limit = self._config.max_message_bytes
-        room = _Room(limit - min(num_items * _ITEM_ERROR_BYTES, limit // 8))
+        room = _Room(self._config.max_message_bytes - num_items * _ITEM_BYTES)
         async with asyncio.TaskGroup() as group:  # a cancelled call cancels them all
             tasks = [
                 group.create_task(self._batch_item(item, f"requests[{index}]", call, window, room))
@@ -120,7 +129,7 @@ class GenerationServicer:
             wire.check_known(request, place)
             return pb.BatchItem(response=await self._answer_whole(request, call, room))
         except Exception as error:  # of this item alone
-            return pb.BatchItem(error=status_of(error))
+            return pb.BatchItem(error=room.fitted(status_of(error)))
         finally:
             window.release()
 
@@ -215,6 +224,16 @@ class _Room:
         """``check``, for an answer that is complete: its room is taken from then on."""
         self.check(num_bytes)
         self._taken += num_bytes
+
+    def fitted(self, status: Status) -> Status:
+        """An item's error, its message shortened, and marked so, where the reply has no room for all of it."""
+        more = status.ByteSize() + _FRAME_BYTES - _ITEM_BYTES
+        if more > 0 and self._taken + more < self._limit:
+            self._taken += more
+        elif more > 0:
+            message = status.message.encode("utf-8")
+            status.message = message[: max(0, len(message) - more - len("…".encode()))].decode("utf-8", "ignore") + "…"
+        return status
 
 
 def _describe(model: ServedModel, config: ServerConfig) -> pb.GetModelResponse:

@@ -296,6 +296,34 @@ async def test_an_item_that_has_no_room_in_a_batch_fails_alone(start_server):
     assert all("the reply would have" in error.message and "items" in error.message for error in refused)
 
 
+async def test_errors_of_a_batch_that_have_no_room_are_shortened_and_marked_so(start_server):
+    """Each item keeps its status; only words are missing, and of the first none."""
+    running = await start_server(max_message_bytes=26_000)
+    items = [pb.GenerateRequest(text="ab", model="m" * 100, version="v" * 100) for _ in range(100)]
+    items.append(pb.GenerateRequest(text="ab"))
+    reply = await running.call(BATCH, pb.BatchGenerateRequest(requests=items).SerializeToString())
+    assert len(reply) <= 26_000
+    found = pb.BatchGenerateResponse.FromString(reply).items
+    assert {item.error.code for item in found[:-1]} == {grpc.StatusCode.NOT_FOUND.value[0]}
+    whole = found[0].error.message
+    assert not whole.endswith("\u2026")
+    for item in found[:-1]:
+        message = item.error.message
+        assert message == whole or (message.endswith("\u2026") and whole.startswith(message[:-1]) and len(message) > 20)
+    assert found[-2].error.message != whole
+
+
+async def test_a_batch_of_more_items_than_a_reply_has_room_for_is_refused_before_any_work(start_server):
+    """With both numbers and the remedy."""
+    runner = ScriptedRunner()
+    running = await start_server(runner, max_message_bytes=6_000)
+    items = [pb.GenerateRequest(text="ab") for _ in range(26)]
+    error = await running.refusal(BATCH, pb.BatchGenerateRequest(requests=items).SerializeToString())
+    assert error.code() is EXHAUSTED
+    assert "26 items" in error.details() and "6000" in error.details() and "split it" in error.details()
+    assert not runner.encoded
+
+
 async def test_a_wrong_type_of_message_with_a_known_shape_is_refused_or_answered_never_fatal(start_server):
     """An empty message is a valid one: all defaults."""
     running = await start_server()

@@ -240,15 +240,15 @@ def test_the_first_probability_of_an_alternative_is_over_all_but_the_end():
 
 
 def test_top_tokens_of_every_position():
-    """The most probable ones with their log-probabilities, in greedy and in beam search."""
+    """The most probable ones with their log-probabilities, in greedy and in beam search: more than it looks at, too."""
     source = (4, 5, EOS_ID)
-    for search in (SearchOptions(), SearchOptions(beam_size=3)):
-        (outcome,) = run(GenerationRequest(source, 8, True, search=search, num_top=2))
+    for search, count in ((SearchOptions(), 2), (SearchOptions(beam_size=3), 2), (SearchOptions(beam_size=2), 6)):
+        (outcome,) = run(GenerationRequest(source, 8, True, search=search, num_top=count))
         best = outcome.hypotheses[0]
         assert len(best.top) == len(best.token_scores)
         for place, step in enumerate(best.top):
             values = log_probs(source, best.tokens[:place])
-            expected = sorted(range(SIZE), key=lambda index: (-values[index], index))[:2]
+            expected = sorted(range(SIZE), key=lambda index: (-values[index], index))[:count]
             assert [token for token, _ in step] == expected
             assert [value for _, value in step] == pytest.approx([values[token] for token in expected], abs=1e-5)
 
