@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import Message
+from google.rpc.status_pb2 import Status
 
 from dragoman.engine.sequence import CLOCK_SLACK_SECONDS
 from dragoman.errors import DragomanError, InvalidRequestError, NotReadyError, ReplyTooLargeError, UnsupportedError
@@ -112,13 +113,17 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
         except asyncio.CancelledError:
             code = "DEADLINE_EXCEEDED" if call.interruption() == "deadline" else "CANCELLED"
             raise  # gRPC leaks the call otherwise
-        except grpc.aio.BaseError:
-            code = "CANCELLED"  # gRPC's own: the caller is gone, nothing can be sent to it
-            raise
+        except grpc.aio.BaseError as error:  # gRPC's own: the caller is gone, nothing can be sent to it
+            code = "CANCELLED"
+            raise asyncio.CancelledError from error  # as itself, gRPC logs it as a fault, at length
         except Exception as error:
             status = status_of(error)
             code = code_of(status).name
-            await context.abort(code_of(status), status.message, ((DETAILS_KEY, status.SerializeToString()),))
+            try:
+                await _abort(context, status)
+            except asyncio.CancelledError:
+                code = "CANCELLED"
+                raise
         finally:
             rpc.handled(code, time.monotonic() - started)
             if method.generates:
@@ -164,9 +169,19 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
             rpc.started()
             status = status_of(UnsupportedError("this server has no such method"))
             rpc.handled(code_of(status).name, 0.0)
-            await context.abort(code_of(status), status.message, ((DETAILS_KEY, status.SerializeToString()),))
+            await _abort(context, status)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+async def _abort(context: Context, status: Status) -> None:
+    """End a call with a status. Raises gRPC's AbortError, and CancelledError where the caller is gone."""
+    try:
+        await context.abort(code_of(status), status.message, ((DETAILS_KEY, status.SerializeToString()),))
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError as error:
+        raise asyncio.CancelledError from error
 
 
 def _deadline(context: Context, now: float) -> float | None:

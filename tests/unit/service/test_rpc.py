@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from dragoman.errors import InvalidRequestError
 from dragoman.metrics import ServerMetrics
 from dragoman.servicers.rpc import Call, Method, RpcRouter
 from dragoman.v1 import generation_pb2 as pb
@@ -90,7 +91,7 @@ async def test_a_cancelled_handler_closes_the_work_and_passes_it_on(remaining, c
 
 
 async def test_a_call_whose_caller_is_gone_closes_the_work_too():
-    """gRPC's own error on sending is passed on, not answered."""
+    """gRPC's own error on sending ends it as a cancel does, and is not answered."""
     closed = asyncio.Event()
 
     async def behaviour(request: pb.GenerateRequest, call: Call) -> AsyncGenerator[pb.StreamGenerateResponse]:
@@ -109,9 +110,26 @@ async def test_a_call_whose_caller_is_gone_closes_the_work_too():
     details: Any = SimpleNamespace(method="/s/m")
     handler: Any = router.service(details).stream_stream
     context = Gone()
-    with pytest.raises(grpc.aio.UsageError):
+    with pytest.raises(asyncio.CancelledError):
         await handler(message(), context)
     assert closed.is_set() and context.aborted == ()
+
+
+async def test_an_error_whose_caller_is_gone_is_counted_as_a_cancel():
+    """There is nobody to tell it: the call ends as a cancelled one does."""
+
+    async def behaviour(request: pb.GetModelRequest, call: Call) -> AsyncGenerator[pb.GetModelResponse]:
+        raise InvalidRequestError("bad")
+        yield
+
+    class Gone(Context):
+        async def abort(self, *status: object) -> None:
+            raise grpc.aio.UsageError("the call is over")
+
+    metrics, handler = router_for(behaviour)
+    with pytest.raises(asyncio.CancelledError):
+        await handler(message(), Gone())
+    assert handled(metrics, "CANCELLED") == 1
 
 
 @pytest.mark.parametrize(
