@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import dataclasses
 import json
 import queue
@@ -59,12 +60,18 @@ async def lines_of_arguments(texts: list[str]) -> AsyncGenerator[Line]:
 
 
 async def lines_of_file(file: BinaryIO) -> AsyncGenerator[Line]:
-    """A file's lines, read as they are taken. Raises ConfigError when it cannot be read."""
+    """A file's lines, read as they are taken. A byte order mark at its beginning belongs to none of them.
+
+    Raises ConfigError when it cannot be read.
+    """
     number = 0
     is_rest = False  # of a line that is too long
     async for raw in _read_lines(file):
         content = raw.removesuffix(b"\n").removesuffix(b"\r") if raw.endswith(b"\n") else raw
+        end = raw[len(content) :]
         has_rest = len(raw) == _MAX_LINE_BYTES and content == raw
+        if number == 0:
+            content = content.removeprefix(codecs.BOM_UTF8)
         text: str | InvalidRequestError
         if is_rest or has_rest:
             text = InvalidRequestError(f"the line has more than {_MAX_LINE_BYTES} bytes: split it")
@@ -76,7 +83,7 @@ async def lines_of_file(file: BinaryIO) -> AsyncGenerator[Line]:
         is_rest = has_rest
         if not has_rest:
             number += 1
-            yield Line(f"line {number}", text, raw[len(content) :])
+            yield Line(f"line {number}", text, end)
     if is_rest:
         yield Line(f"line {number + 1}", text, b"")
 

@@ -100,6 +100,11 @@ async def test_lines_and_line_ends_come_back_one_for_one(data):
     assert await answer(data) == (0, data.decode().upper().encode())
 
 
+async def test_a_byte_order_mark_is_skipped_where_a_file_begins_and_nowhere_else():
+    """Editors write one that nobody typed; elsewhere it is a character of the text."""
+    assert await answer(b"\xef\xbb\xbfa\r\n\xef\xbb\xbfb\n") == (0, b"A\r\n\xef\xbb\xbfB\n")
+
+
 @given(st.lists(st.tuples(st.text("abc \t", max_size=6), st.sampled_from(["\n", "\r\n"])), max_size=300))
 def test_answers_are_in_the_order_of_the_lines(lines):
     """However many are in work at once and whichever is done first."""
