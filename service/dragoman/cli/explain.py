@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     runtime.check_runtime()
     if args.png:
         import_module("matplotlib")  # where it is missing, that is said before any work is done
+        if args.png.is_dir() or not args.png.parent.is_dir():
+            raise ConfigError(f"--png {args.png} is a folder, or in none: name a file in a folder that is there")
     from dragoman.explanation import heatmap
     from dragoman.heatmap import write_png
 

@@ -87,6 +87,15 @@ def test_png_writes_a_picture(explain, tmp_path):
     assert content.startswith(b"\x89PNG") and int.from_bytes(content[16:20], "big") > 400
 
 
+def test_a_picture_that_has_no_place_is_refused_before_any_work(explain, tmp_path, capsys):
+    """Nothing is printed by then."""
+    pytest.importorskip("matplotlib")
+    for path in (tmp_path, tmp_path / "none" / "out.png"):
+        with pytest.raises(ConfigError, match="name a file in a folder that is there"):
+            explain("--png", path, "giraffe")
+    assert capsys.readouterr().out == ""
+
+
 def test_drawings_and_json_exclude_each_other(explain):
     """What would have no effect is refused."""
     for flag in ("--text", "--tokens"):
@@ -103,7 +112,7 @@ def test_what_cannot_be_opened_or_written_is_one_line(monkeypatch, capsys, tmp_p
     pytest.importorskip("matplotlib")
     missing = tmp_path / "missing" / "out.png"
     assert cli.main(["explain", "--model", "g2p-en", "--png", str(missing), "abc"]) == 2
-    assert "No such file or directory" in capsys.readouterr().err
+    assert "name a file in a folder that is there" in capsys.readouterr().err
 
 
 def test_a_missing_matplotlib_is_said_before_any_work_with_the_extra_to_install(monkeypatch, capsys, tmp_path):
