@@ -3,15 +3,16 @@
 from functools import cache
 
 import pytest
-from tests.integration.untrained import SHAPES, texts, untrained
-
-from dragoman_export.exporter import ExportOptions, export
-from dragoman_export.targets import FP16, FP32
 
 
 @pytest.fixture(scope="session")
 def half_export(tmp_path_factory):
     """Of a shape's name: an untrained checkpoint, and its bundle of fp32 and fp16 graphs."""
+    # Only here: the tests of the server below this folder also run where torch is not installed.
+    from tests.integration.untrained import SHAPES, texts, untrained
+
+    from dragoman_export.exporter import ExportOptions, export
+    from dragoman_export.targets import FP16, FP32
 
     @cache
     def exported(shape):
