@@ -38,6 +38,7 @@ from dragoman_export.targets import FP32, INT8, Target, Tolerance
 from dragoman_export.trace import checked, trace
 from dragoman_export.weights import SharedWeights
 from dragoman_training.attention import split_heads
+from dragoman_training.checkpoint import LoadedCheckpoint
 from dragoman_training.data import pad
 from dragoman_training.model import Transformer
 from dragoman_training.tokenizer import SpecialIds
@@ -50,10 +51,39 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Example:
-    """A source with its template, and the model's answer to it, without start and end token."""
+    """A source with its template, and the model's answer to it, without start and end token.
+
+    ``own`` is where in the source the text's own tokens are: with others no word is aligned.
+    """
 
     source: tuple[int, ...]
     answer: tuple[int, ...]
+    own: slice
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a checkpoint says of its own attention: it is ``head`` of ``layer`` that aligns, or the mean of all heads.
+
+    In models that were trained elsewhere it is the attention of the step that produced a token.
+    """
+
+    layer: int
+    head: int | None
+
+    @classmethod
+    def of(cls, checkpoint: LoadedCheckpoint) -> Recorded | None:
+        """What a checkpoint says, if anything. Raises ExportError for attention that the model lacks."""
+        if (record := checkpoint.record.get("alignment")) is None:
+            return None
+        config, recorded = checkpoint.model.config, cls(record["layer"], record["head"])
+        if recorded.layer not in range(config.decoder_layers) or recorded.head not in (None, *range(config.num_heads)):
+            raise ExportError(
+                f"the checkpoint's config.json says that head {recorded.head} of decoder layer {recorded.layer} "
+                f"aligns; the model has {config.num_heads} heads in each of {config.decoder_layers} layers: import it "
+                "again"
+            )
+        return recorded
 
 
 @dataclass(frozen=True)
@@ -113,11 +143,16 @@ class Scores:
         self._num_copied += len(copied)
         self._num_tokens += steps
 
-    def choice(self) -> Choice:
-        """The best candidate; of equal ones the lowest layer, which is the cheapest, and the mean of its heads."""
+    def choice(self, recorded: Recorded | None = None) -> Choice:
+        """The best candidate; of equal ones the lowest layer, which is the cheapest, and the mean of its heads.
+
+        With one that is ``recorded`` already, that.
+        """
         enough = self._num_copied >= MIN_COPIED
         sums, number = (self._copied, self._num_copied) if enough else (self._close, self._num_tokens)
         layer, shift, head = (int(index) for index in np.unravel_index(sums.argmax(), sums.shape))
+        if recorded is not None:
+            layer, shift, head = recorded.layer, 0, 0 if recorded.head is None else 1 + recorded.head
         return Choice(
             layer=layer,
             head=None if head == 0 else head - 1,
@@ -177,15 +212,19 @@ def cross_attentions(model: Transformer, examples: Sequence[Example], special: S
 
 
 def choose(
-    model: Transformer, examples: Sequence[Example], special: SpecialIds, source: Vocabulary, target: Vocabulary
+    model: Transformer,
+    examples: Sequence[Example],
+    special: SpecialIds,
+    source: Vocabulary,
+    target: Vocabulary,
+    recorded: Recorded | None = None,
 ) -> Choice:
-    """The layer, head and step that align the examples best. Deterministic."""
+    """The layer, head and step that align the examples best, or are ``recorded``. Deterministic."""
     scores = Scores(model.config.decoder_layers, model.config.num_heads)
     for example, attention in zip(examples, cross_attentions(model, examples, special), strict=True):
-        own = example.source[:-1]  # without the end token: no word is aligned with it
-        copied = copied_tokens(_texts(source, own), _texts(target, example.answer))
-        scores.add(attention[..., : len(own)], copied)
-    return scores.choice()
+        copied = copied_tokens(_texts(source, example.source[example.own]), _texts(target, example.answer))
+        scores.add(attention[..., example.own], copied)
+    return scores.choice(recorded)
 
 
 def _texts(vocabulary: Vocabulary, ids: Sequence[int]) -> list[str]:
@@ -204,22 +243,24 @@ def write_alignment(
     encoders: Mapping[Target, Graph],
     ranges: Mapping[str, Range] | None = None,
     weights: SharedWeights | None = None,
+    recorded: Recorded | None = None,
 ) -> Alignment:
     """Choose, trace, check and compare; the graphs' files are left in ``folder``.
 
     The examples are dev sources and the model's own answers. ``encoders`` are the encoder graphs in ``folder``: that of
     FP32, whose alignment graph has to be exact, then perhaps that of INT8, whose own is returned. ``ranges`` are those
-    that it was written with, ``weights`` what it shares its constants with. Raises ExportError where no answer has a
-    token, a graph's nodes are not those that the model's shape requires, or its weights are not PyTorch's.
+    that it was written with, ``weights`` what it shares its constants with. What is ``recorded`` is not chosen. Raises
+    ExportError where no answer has a token, a graph's nodes are not those that the model's shape requires, or its
+    weights are not PyTorch's.
     """
-    usable = [example for example in examples if example.answer and len(example.source) > 1]
+    usable = [example for example in examples if example.answer]
     if not usable:
         raise ExportError(
             f"none of {len(examples)} sources has an answer to align: train the model further, or leave --alignment out"
         )
     stride = -(-len(usable) // MAX_EXAMPLES)
     chosen = sorted(usable[::stride], key=lambda example: len(example.source))  # little padding in a batch
-    choice = choose(model, chosen, special, source, target)
+    choice = choose(model, chosen, special, source, target, recorded)
     compared = [*chosen[:: -(-len(chosen) // PARITY_EXAMPLES)], chosen[-1]]  # the shortest and the longest among them
     module = AlignmentGraph(model, choice.layer, choice.head)
     traced = trace(module, FP32.file("alignment", "onnx"))

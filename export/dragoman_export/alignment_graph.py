@@ -18,6 +18,7 @@ from dragoman_export.counts import (
 )
 from dragoman_export.fused import FusedAttention
 from dragoman_export.graphs import Signature
+from dragoman_export.heads import cached_head_dim
 from dragoman_training.attention import length_mask, split_heads
 from dragoman_training.model import KeyValue, Transformer
 
@@ -37,18 +38,18 @@ class AlignmentGraph(nn.Module):
         self.head = head
 
     def forward(self, target: Tensor, source_lengths: Tensor, cross: list[Tensor]) -> tuple[Tensor, Tensor]:
-        model, heads = self.model, self.model.config.num_heads
+        model, heads, head_dim = self.model, self.model.config.num_heads, self.model.config.head_dim
         keys, values = cross[0::2], cross[1::2]
         watched = WatchedAttention()
         model.use_attention(watched)
         *below, last = list(model.decoder_layers())
-        x = model.embed(model.target_embedding, target, torch.arange(target.shape[1]))  # (B, T, D)
+        x = model.embed_target(target, torch.arange(target.shape[1]))  # (B, T, D)
         for layer, key, value in zip(below, keys[:-1], values, strict=True):
             x = layer(x, KeyValue(key, value), source_lengths)
         x = last.self_residual.after(x, last.self_attention.causal(last.self_residual.before(x)))
         queries = [*watched.queries, last.cross_attention.query(last.cross_residual.before(x))]  # each (B, T, D)
         attention = {
-            layer: attention_weights(split_heads(queries[layer], heads), keys[layer], source_lengths)
+            layer: attention_weights(split_heads(queries[layer], heads), _own(keys[layer], head_dim), source_lengths)
             for layer in sorted({self.layer, len(below)})
         }  # each (B, H, T, S)
         chosen = slice(None) if self.head is None else slice(self.head, self.head + 1)
@@ -63,12 +64,14 @@ class AlignmentGraph(nn.Module):
             examples={
                 "target": torch.zeros(batch, target_length, dtype=torch.int64),
                 "source_lengths": torch.full((batch,), source_length, dtype=torch.int32),
-                **{name: torch.zeros(batch, config.num_heads, source_length, config.head_dim) for name in cross},
+                **{
+                    name: torch.zeros(batch, config.num_heads, source_length, cached_head_dim(config)) for name in cross
+                },
             },
             inputs={
                 "target": ("B", "T"),
                 "source_lengths": ("B",),
-                **dict.fromkeys(cross, ("B", config.num_heads, "S", config.head_dim)),
+                **dict.fromkeys(cross, ("B", config.num_heads, "S", cached_head_dim(config))),
             },
             outputs=dict.fromkeys(("weights", "coverage"), ("B", "T", "S")),
         )
@@ -95,7 +98,7 @@ class AlignmentGraph(nn.Module):
             "MultiHeadAttention": below,  # over the source
             f"{SELF_ATTENTION}+{CROSS_ATTENTION}+{ENCODER_ATTENTION}": 0,
             "Softmax": seen,
-            "LayerNormalization": 3 * below + (2 if config.norm_first else 1),
+            "LayerNormalization": 3 * below + (2 if config.norm_first else 1) + config.embedding_norm,
             **linear,
             FLOAT_PRODUCTS: linear[FLOAT_PRODUCTS] + seen,
         }
@@ -111,6 +114,11 @@ class WatchedAttention(FusedAttention):
     def cross(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, lengths: Tensor) -> Tensor:
         self.queries.append(q)
         return super().cross(q, k, v, num_heads, lengths)
+
+
+def _own(key: Tensor, head_dim: int) -> Tensor:
+    """A cached key without what pads its heads: (B, H, S, Dh)."""
+    return key if key.shape[-1] == head_dim else key[..., :head_dim]
 
 
 def attention_weights(query: Tensor, key: Tensor, lengths: Tensor) -> Tensor:

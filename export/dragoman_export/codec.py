@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dragoman.errors import InvalidRequestError
 from dragoman.tokenizer import SourceTokenizer, TargetTokenizer
-from dragoman.vocabulary import Vocabulary, load_vocabulary
+from dragoman.vocabulary import SPECIAL_TOKENS, Vocabulary, load_vocabulary
 from dragoman_export.errors import ExportError
 from dragoman_training.checkpoint import LoadedCheckpoint
 from dragoman_training.data import encode_source
@@ -26,8 +26,9 @@ class Codec:
             side: load_vocabulary(tokenizer.kind, checkpoint.folder / checkpoint.tokenizer_files[side])
             for side, tokenizer in (("source", checkpoint.source_tokenizer), ("target", checkpoint.target_tokenizer))
         }
-        check_special_ids(checkpoint.special, self.vocabularies["target"])
-        self._source = SourceTokenizer(self.vocabularies["source"], (), (checkpoint.special.eos,))
+        special = checkpoint.special
+        check_special_ids(special, self.vocabularies["source"], self.vocabularies["target"])
+        self._source = SourceTokenizer(self.vocabularies["source"], special.source_start, special.source_end)
         self._target = TargetTokenizer(self.vocabularies["target"])
         self._check_pieces()
 
@@ -37,11 +38,17 @@ class Codec:
             source = self._source.encode(text)
         except InvalidRequestError:  # counted by the caller as one of those that are left out
             return None
-        if list(source) != encode_source(self._checkpoint.source_tokenizer, text):
+        if list(source) != encode_source(self._checkpoint.source_tokenizer, text, self._checkpoint.special):
             raise ExportError(
                 f"the service encodes {text!r} as {list(source)}, training does not: the tokenizers differ"
             )
-        return source if text.strip() and len(source) <= self._checkpoint.max_source_tokens else None
+        own = self.own(source)
+        is_text = text.strip() and own.start < own.stop
+        return source if is_text and len(source) <= self._checkpoint.max_source_tokens else None
+
+    def own(self, source: tuple[int, ...]) -> slice:
+        """Where in a text's source tokens its own are, without the template's."""
+        return self._source.own(source)
 
     def encode_all(self, texts: Sequence[str]) -> Encoded:
         """Those of the texts that the service accepts."""
@@ -52,7 +59,9 @@ class Codec:
         texts = []
         for tokens in answers:
             served = self._target.decode(tuple(tokens))
-            trained = self._checkpoint.target_tokenizer.decode(list(tokens))
+            # Training shows <unk> as U+FFFD; to a caller it stands for nothing, or for a word of the source.
+            known = [token for token in tokens if token != self._target.unknown_id]
+            trained = self._checkpoint.target_tokenizer.decode(known)
             if served != trained:
                 raise ExportError(f"the service decodes {list(tokens)} to {served!r}, training to {trained!r}")
             texts.append(served)
@@ -61,7 +70,7 @@ class Codec:
     def generated(self, count: int) -> Encoded:
         """Texts of random tokens, for a model that comes without any: short and long, the same each time."""
         tokenizer, rng = self._checkpoint.source_tokenizer, random.Random(0)
-        most = self._checkpoint.max_source_tokens - 1
+        most = self._checkpoint.max_source_tokens - len(self._checkpoint.special.source([]))
         encoded: Encoded = []
         for index in range(4 * count):
             length = 1 + index * min(most, 60) // (4 * count)
@@ -83,15 +92,33 @@ class Codec:
         self.decode([(first, index) for index in ids])
 
 
-def check_special_ids(special: SpecialIds, vocabulary: Vocabulary) -> None:
+def check_special_ids(special: SpecialIds, source: Vocabulary, target: Vocabulary) -> None:
     """Raises ExportError unless each id is that of the token that it is named after: training knows no others.
 
-    A comparison with PyTorch cannot tell, because both sides would start and end by the same wrong id.
+    Where a vocabulary has other special tokens than training's, those with a meaning have to be some of these. A
+    comparison with PyTorch cannot tell, because both sides would start and end by the same wrong id.
     """
-    names = {"pad": "<pad>", "bos": "<s>", "eos": "</s>", "unk": "<unk>", "decoder_start": "<s>"}
-    for name, token in names.items():
-        index, right = getattr(special, name), vocabulary.tokens.index(token)
-        if index != right:
-            raise ExportError(
-                f"special_ids.{name} of the checkpoint is {index}; models are trained with {right}, the id of {token}"
-            )
+    if target.tokens[: len(SPECIAL_TOKENS)] == SPECIAL_TOKENS:
+        names = {"pad": "<pad>", "bos": "<s>", "eos": "</s>", "unk": "<unk>", "decoder_start": "<s>"}
+        for name, token in names.items():
+            index, right = getattr(special, name), target.tokens.index(token)
+            if index != right:
+                raise ExportError(
+                    f"special_ids.{name} of the checkpoint is {index}; models are trained with {right}, the id of "
+                    f"{token}"
+                )
+    for name, ids, vocabulary in (
+        ("eos", (special.eos,), target),
+        ("decoder_start", (special.decoder_start,), target),
+        ("source_start", special.source_start, source),
+        ("source_end", special.source_end, source),
+    ):
+        for index in ids:
+            if not 0 <= index < len(vocabulary.tokens) or vocabulary.pieces[index] is not None:
+                raise ExportError(
+                    f"special_ids.{name} of the checkpoint has {index}, which is no special token of its vocabulary"
+                )
+    if special.unk != target.unknown_id:
+        raise ExportError(
+            f"special_ids.unk of the checkpoint is {special.unk}; its target vocabulary's is {target.unknown_id}"
+        )

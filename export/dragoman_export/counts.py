@@ -37,7 +37,6 @@ NEVER_ON_CPU = {
 
 NEVER_ON_CUDA = {
     **NEVER,
-    "LayerNormalization": 0,  # each has a sum before it, which SkipLayerNormalization takes in
     "Gelu+FastGelu+Erf": 0,  # behind each bias: BiasGelu
 }
 """What no graph for CUDA may hold."""
@@ -68,7 +67,7 @@ def encoder_nodes(config: ModelConfig, products: Products, provider: str = "cpu"
     return {
         attention: layers,
         f"{SELF_ATTENTION}+{CROSS_ATTENTION}+{GROUP_ATTENTION}{other}": 0,  # the third: with another cache than theirs
-        **_between_products(config, provider, layers, norms=2 * layers + config.norm_first),
+        **_between_products(config, provider, layers, norms=2 * layers),
         **products.nodes(6 * layers + 2 * config.decoder_layers, inputs=4 * layers + 1),
         **(NEVER_ON_CUDA if provider == "cuda" else NEVER_ON_CPU),
     }
@@ -82,17 +81,26 @@ def decoder_nodes(config: ModelConfig, products: Products, provider: str = "cpu"
         SELF_ATTENTION: layers,
         CROSS_ATTENTION: layers,
         f"{ENCODER_ATTENTION}+{GROUP_ATTENTION}": 0,  # the last: with another cache than theirs
-        **_between_products(config, provider, layers, norms=3 * layers + config.norm_first),
+        **_between_products(config, provider, layers, norms=3 * layers),
         **products.nodes(8 * layers + 1, inputs=6 * layers + 1),
         **(NEVER_ON_CUDA | {"MultiHeadAttention": 0} if provider == "cuda" else NEVER_ON_CPU),
     }
 
 
 def _between_products(config: ModelConfig, provider: str, layers: int, norms: int) -> dict[str, int]:
-    """Norms, and on CUDA the activations that a bias is fused with. (A norm first in the stack has a sum before it,
-    too: that of embeddings and positions.)"""
+    """Norms, and on CUDA the activations that a bias is fused with. ``norms`` are those of the layers.
+
+    On CUDA, SkipLayerNormalization takes in the sum before a norm. (A norm first in the stack has one, too: that of
+    embeddings and positions; but where these have a norm of their own, there is none between the two.)
+    """
+    norms += config.norm_first + config.embedding_norm
     if provider == "cuda":
-        return {"SkipLayerNormalization": norms, "BiasGelu": layers if config.activation == "gelu" else 0}
+        alone = int(config.norm_first and config.embedding_norm)
+        return {
+            "SkipLayerNormalization": norms - alone,
+            "LayerNormalization": alone,
+            "BiasGelu": layers if config.activation == "gelu" else 0,
+        }
     return {"LayerNormalization": norms}
 
 

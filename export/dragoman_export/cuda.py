@@ -21,8 +21,20 @@ from dragoman_export.fused import DOMAIN
 
 KERNELS = frozenset(
     {"BiasGelu", "GroupQueryAttention", "MultiHeadAttention", "SkipLayerNormalization"}  # in float16
-    | {"Add", "Gather", "MatMul", "Mul", "Relu", "Reshape", "Sigmoid", "Slice", "Transpose"}  # in float16
-    | {"Range", "Shape", "Squeeze", "Sub"}  # in integers; Range reads and Shape writes on the host
+    | {
+        "Add",
+        "Gather",
+        "LayerNormalization",
+        "MatMul",
+        "Mul",
+        "Pad",
+        "Relu",
+        "Reshape",
+        "Sigmoid",
+        "Slice",
+        "Transpose",
+    }  # in float16
+    | {"Clip", "Min", "Range", "Shape", "Squeeze", "Sub"}  # in integers; Range reads and Shape writes on the host
     | {"Cast", "Concat", "Cos", "Sin", "Unsqueeze"}  # in float32, for the positions
 )
 """Operators with a kernel of the CUDA provider for the types that these graphs give them. One without would run on the

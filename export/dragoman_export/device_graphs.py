@@ -24,6 +24,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from dragoman.bundle import DeviceGraphs
 from dragoman_export.errors import ExportError
+from dragoman_export.heads import cached_head_dim
 from dragoman_export.targets import Target
 from dragoman_export.trace import OPSET, checked
 from dragoman_training.config import ModelConfig
@@ -57,7 +58,7 @@ def write_device_graphs(config: ModelConfig, target: Target, folder: Path) -> De
 
 def _copy(config: ModelConfig) -> onnx.ModelProto:
     names = [f"{part}_{layer}" for layer in range(config.decoder_layers) for part in ("key", "value")]
-    heads, head_dim = config.num_heads, config.head_dim
+    heads, head_dim = config.num_heads, cached_head_dim(config)
     nodes = []
     for name in names:
         nodes.append(helper.make_node("Gather", [name, "index"], [f"gathered_{name}"], axis=0))

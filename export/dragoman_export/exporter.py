@@ -19,6 +19,7 @@ from dragoman.bundle import (
     Manifest,
     ModelBundle,
     Shortlist,
+    TextRules,
     check_free,
     check_label,
     save_bundle,
@@ -29,7 +30,7 @@ from dragoman.engine.projection import Projection
 from dragoman.engine.runner import OrtModel, OrtRunner
 from dragoman.served_model import token_rules
 from dragoman.work_folder import work_folder
-from dragoman_export.alignment import Example, write_alignment
+from dragoman_export.alignment import Example, Recorded, write_alignment
 from dragoman_export.calibrate import calibrate
 from dragoman_export.codec import Codec, Encoded
 from dragoman_export.errors import ExportError
@@ -71,7 +72,7 @@ class ExportOptions:
     ``sources`` are what the comparison with PyTorch runs on; without any, random ones are made. Static scales are found
     on ``calibration``, or else on the sources, or else there are none: as with ``row_scales``, each row gets its own.
     ``test`` measures what each precision costs. ``alignment`` adds the graph that aligns answers with sources,
-    ``shortlist`` what restricts int8's answers to a few candidates.
+    ``shortlist`` what restricts int8's answers to a few candidates. ``texts`` goes into the manifest as it is.
     """
 
     name: str
@@ -85,12 +86,11 @@ class ExportOptions:
     notice: bytes | None = None
     alignment: bool = False
     shortlist: ShortlistOptions | None = None
+    texts: TextRules | None = None
 
     def __post_init__(self) -> None:
         check_label("the model's name", self.name)
         check_label("the model's version", self.version)
-        if self.alignment and self.sources is None:
-            raise ExportError("alignment is chosen by the model's answers to real sources: give --sources")
         if self.shortlist is not None and INT8 not in self.targets:
             raise ExportError("a shortlist is for the graphs of int8: give --precision int8, alone or with others")
 
@@ -182,6 +182,9 @@ class _Prover:
         """Whatever can be wrong with the files that were given is found here, the quickest first."""
         self._checkpoint, self._options, self._tell = checkpoint, options, tell
         self._codec = Codec(checkpoint)
+        self._recorded = Recorded.of(checkpoint)
+        if options.alignment and options.sources is None and self._recorded is None:
+            raise ExportError("alignment is chosen by the model's answers to real sources: give --sources")
         self._manifest = describe(
             checkpoint, self._codec.vocabularies, (), options.name, options.version, options.quality
         )
@@ -210,7 +213,7 @@ class _Prover:
         self._references = References(greedy, dict(zip(places, found, strict=True)))
 
     def manifest(self, graphs: tuple[GraphSet, ...]) -> Manifest:
-        return dataclasses.replace(self._manifest, graphs=graphs)
+        return dataclasses.replace(self._manifest, graphs=graphs, texts=self._options.texts)
 
     def align(self, folder: Path, written: WrittenGraphs, ranges: Mapping[str, Range] | None) -> Alignment:
         """The alignment graph, chosen on PyTorch's answers and compared with PyTorch. Raises ExportError.
@@ -224,7 +227,7 @@ class _Prover:
         return write_alignment(
             self._checkpoint.model,
             [
-                Example(source, tuple(answer.tokens))
+                Example(source, tuple(answer.tokens), self._codec.own(source))
                 for (_, source), answer in zip(self._encoded, self._references.greedy, strict=True)
             ],
             self._checkpoint.special,
@@ -234,6 +237,7 @@ class _Prover:
             encoders,
             ranges,
             written.weights,
+            self._recorded,
         )
 
     def ranges(self) -> dict[str, Range] | None:
@@ -248,7 +252,9 @@ class _Prover:
         return calibrate(checkpoint.model, [source for _, source in self._calibration], answers, checkpoint.special)
 
     def check_range(self) -> None:
-        """Raises ExportError where float16 has no room for what the model computes."""
+        """Raises ExportError where float16 has no room for what the model computes, or CUDA no kernel that fuses it."""
+        if self._checkpoint.model.config.activation == "gelu_tanh":
+            raise ExportError("fp16: this version fuses no Gelu by a tanh for CUDA: export another precision")
         sources = [source for _, source in self._encoded]
         check_range(self._checkpoint.model, sources, self._references.greedy, self._checkpoint.special)
 
@@ -275,7 +281,15 @@ class _Prover:
         )
         runner = self._runner(manifest, graphs, folder)
         parity, answers = verify(
-            model, runner, rules, sources, references, limits.max_source_tokens, limits.max_new_tokens, tolerance
+            model,
+            runner,
+            rules,
+            sources,
+            references,
+            manifest.tokenizers.source.end,
+            limits.max_source_tokens,
+            limits.max_new_tokens,
+            tolerance,
         )
         decoded = self._codec.decode([answer.tokens for answer in answers])
         golden = golden_set(runner, rules, texts, sources, answers, decoded, target.golden_gap)
@@ -358,7 +372,7 @@ class _Prover:
     def _figures(self, answers: Sequence[Sequence[int]]) -> dict[str, float]:
         """The test set's, of these answers."""
         assert self._options.test is not None
-        is_text = self._checkpoint.target_tokenizer.kind == "sentencepiece"
+        is_text = self._checkpoint.target_tokenizer.kind != "plain"
         accepted = {text for text, _ in self._test}
         test = self._options.test
         targets = [t for s, t in zip(test.sources, test.targets, strict=True) if s in accepted]

@@ -6,7 +6,7 @@ GroupQueryAttention and MultiHeadAttention of ONNX Runtime's contrib domain
 
 What the nodes assume, and the runner keeps: padding on the right (a mask is a length, so that left padding and holes
 cannot even be expressed), every length at least 1 (``GenerationRequest`` refuses an empty source), and for a decoding
-step a cache whose past and present share one buffer.
+step a cache whose past and present share one buffer. Heads of sizes that the nodes do not take are padded: heads.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from dragoman_export.heads import own_heads, padded_heads, scale
 
 DOMAIN = "com.microsoft"
 
@@ -28,60 +30,48 @@ class FusedAttention:
         self._source_capacity = source_capacity
 
     def encoder(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, lengths: Tensor) -> Tensor:
-        (out,) = _node(
-            "GroupQueryAttention",
-            [q, k, v, None, None, (lengths - 1).clamp(min=0), torch.ones(1, dtype=torch.int32) * q.shape[1]],
-            {"num_heads": num_heads, "kv_num_heads": num_heads, "causal": 0},
-            [q],
-        )
-        return out  # (B, S, D)
+        lengths_less_one = (lengths - 1).clamp(min=0)
+        capacity = torch.ones(1, dtype=torch.int32) * q.shape[1]
+        return _over_new(q, k, v, num_heads, lengths_less_one, capacity, causal=0)  # (B, S, D)
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
         size = q.shape[1]  # of every row: what pads one on the right is seen by no position before it
-        (out,) = _node(
-            "GroupQueryAttention",
-            [
-                q,
-                k,
-                v,
-                None,
-                None,
-                torch.ones(q.shape[0], dtype=torch.int32) * (size - 1),
-                torch.ones(1, dtype=torch.int32) * size,
-            ],
-            {"num_heads": num_heads, "kv_num_heads": num_heads},
-            [q],
-        )
-        return out  # (B, T, D)
+        lengths_less_one = torch.ones(q.shape[0], dtype=torch.int32) * (size - 1)
+        capacity = torch.ones(1, dtype=torch.int32) * size
+        return _over_new(q, k, v, num_heads, lengths_less_one, capacity)  # (B, T, D)
 
     def cross(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, lengths: Tensor) -> Tensor:
         # GroupQueryAttention takes more than one new token with a cache only of a lone row.
-        (out,) = _node("MultiHeadAttention", [q, k, v, None, lengths], {"num_heads": num_heads}, [q])
-        return out  # (B, T, D)
+        padded = padded_heads(q, num_heads)
+        attributes = {"num_heads": num_heads, **scale(q.shape[-1], num_heads)}
+        (out,) = _node("MultiHeadAttention", [padded, k, v, None, lengths], attributes, [padded])
+        return own_heads(out, num_heads, q.shape[-1])  # (B, T, D)
 
     def step_causal(
         self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, past_k: Tensor, past_v: Tensor, cached: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert self._target_capacity is not None
+        new = [padded_heads(x, num_heads) for x in (q, k, v)]
         out, present_k, present_v = _node(
             "GroupQueryAttention",
             # The fifth input counts the tokens stored before this step (= all of them, less one).
-            [q, k, v, past_k, past_v, cached, self._target_capacity],
-            {"num_heads": num_heads, "kv_num_heads": num_heads},
-            [q, past_k, past_v],
+            [*new, past_k, past_v, cached, self._target_capacity],
+            _group_attributes(q, num_heads),
+            [new[0], past_k, past_v],
         )
-        return out, present_k, present_v  # (R, 1, D), 2 x (R, H, C, Dh)
+        return own_heads(out, num_heads, q.shape[-1]), present_k, present_v  # (R, 1, D), 2 x (R, H, C, Dh)
 
     def step_cross(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, lengths: Tensor) -> Tensor:
         assert self._source_capacity is not None
-        nothing = q[:, :0]  # (R, 0, D): no new keys; the source's are all in the past
+        padded = padded_heads(q, num_heads)
+        nothing = padded[:, :0]  # (R, 0, D): no new keys; the source's are all in the past
         (out,) = _node(
             "GroupQueryAttention",
-            [q, nothing, nothing, k, v, lengths - 1, self._source_capacity],
-            {"num_heads": num_heads, "kv_num_heads": num_heads},
-            [q],
+            [padded, nothing, nothing, k, v, lengths - 1, self._source_capacity],
+            _group_attributes(q, num_heads),
+            [padded],
         )
-        return out  # (R, 1, D)
+        return own_heads(out, num_heads, q.shape[-1])  # (R, 1, D)
 
 
 class CudaAttention(FusedAttention):
@@ -100,6 +90,20 @@ class CudaAttention(FusedAttention):
 
 ATTENTION: Mapping[str, type[FusedAttention]] = {"cpu": FusedAttention, "cuda": CudaAttention}
 """By execution provider."""
+
+
+def _over_new(
+    q: Tensor, k: Tensor, v: Tensor, num_heads: int, lengths_less_one: Tensor, capacity: Tensor, **causal: int
+) -> Tensor:
+    """GroupQueryAttention without a cache."""
+    new = [padded_heads(x, num_heads) for x in (q, k, v)]
+    attributes = {**_group_attributes(q, num_heads), **causal}
+    (out,) = _node("GroupQueryAttention", [*new, None, None, lengths_less_one, capacity], attributes, [new[0]])
+    return own_heads(out, num_heads, q.shape[-1])
+
+
+def _group_attributes(q: Tensor, num_heads: int) -> dict[str, int | float]:
+    return {"num_heads": num_heads, "kv_num_heads": num_heads, **scale(q.shape[-1], num_heads)}
 
 
 def _node(

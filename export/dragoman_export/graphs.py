@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dragoman_export.counts import Products, decoder_nodes, encoder_nodes
 from dragoman_export.fused import ATTENTION
+from dragoman_export.heads import cached_head_dim
 from dragoman_training.model import KeyValue, Transformer
 
 
@@ -28,7 +30,7 @@ class Signature:
 class EncoderGraph(nn.Module):
     """source (B, S) int64, source_lengths (B,) int32 -> cross_key_i, cross_value_i (B, H, S, Dh), layer by layer.
 
-    Keys and values are of the model's own type.
+    Keys and values are of the model's own type, and Dh as ``cached_head_dim`` says.
     """
 
     def __init__(self, model: Transformer, provider: str = "cpu") -> None:
@@ -40,7 +42,9 @@ class EncoderGraph(nn.Module):
         self.model.use_attention(ATTENTION[self.provider]())
         memory = self.model.encode(source, source_lengths)  # (B, S, D)
         # (B, H, S, Dh) as its own memory, not as a view of (B, S, H, Dh)
-        return [tensor.contiguous() for pair in self.model.keys_values(memory) for tensor in pair]
+        tensors = [tensor.contiguous() for pair in self.model.keys_values(memory) for tensor in pair]
+        more = cached_head_dim(self.model.config) - self.model.config.head_dim
+        return [F.pad(tensor, (0, more)) for tensor in tensors] if more else tensors
 
     def signature(self) -> Signature:
         config = self.model.config
@@ -52,7 +56,7 @@ class EncoderGraph(nn.Module):
             },
             inputs={"source": ("B", "S"), "source_lengths": ("B",)},
             outputs=dict.fromkeys(
-                _names("cross", config.decoder_layers), ("B", config.num_heads, "S", config.head_dim)
+                _names("cross", config.decoder_layers), ("B", config.num_heads, "S", cached_head_dim(config))
             ),
         )
 
@@ -93,7 +97,7 @@ class DecoderGraph(nn.Module):
     def signature(self) -> Signature:
         config = self.model.config
         rows, target_capacity, source_capacity = 3, 7, 11
-        heads, head_dim, layers = config.num_heads, config.head_dim, config.decoder_layers
+        heads, head_dim, layers = config.num_heads, cached_head_dim(config), config.decoder_layers
         past, cross = _names("past", layers), _names("cross", layers)
         dtype = self.model.projection.weight.dtype
         return Signature(

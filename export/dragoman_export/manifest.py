@@ -23,6 +23,8 @@ from dragoman.bundle import (
     Tokenizers,
 )
 from dragoman.vocabulary import Vocabulary
+from dragoman_export.errors import ExportError
+from dragoman_export.heads import cached_head_dim
 from dragoman_training.checkpoint import LoadedCheckpoint
 from dragoman_training.model import Transformer
 from dragoman_training.tokenizer import Tokenizer
@@ -45,8 +47,14 @@ def describe(
     version: str,
     quality: Mapping[str, float | str] | None,
 ) -> Manifest:
-    """The manifest of a bundle made of a checkpoint and graph sets, its files not yet listed."""
+    """The manifest of a bundle made of a checkpoint and graph sets, its files not yet listed. Raises ExportError."""
     config, special = checkpoint.model.config, checkpoint.special
+    longest = max(checkpoint.max_source_tokens, checkpoint.max_target_tokens)
+    if 0 < config.num_positions < longest:
+        raise ExportError(
+            f"the checkpoint's limit is {longest} tokens, and the model has {config.num_positions} positions: lower "
+            "max_source_tokens and max_target_tokens in its config.json"
+        )
     return Manifest(
         format_version=FORMAT_VERSION,
         name=name,
@@ -55,7 +63,7 @@ def describe(
         model=ModelShape(
             d_model=config.d_model,
             num_heads=config.num_heads,
-            head_dim=config.head_dim,
+            head_dim=cached_head_dim(config),
             encoder_layers=config.encoder_layers,
             decoder_layers=config.decoder_layers,
             source_vocab_size=config.source_vocab_size,
@@ -65,15 +73,23 @@ def describe(
         limits=Limits(checkpoint.max_source_tokens, checkpoint.max_target_tokens),
         unknown_policy=vocabularies["source"].unknown_policy,
         tokenizers=Tokenizers(
-            source=_tokenizer_entry(checkpoint, "source", checkpoint.source_tokenizer, ()),
-            target=_tokenizer_entry(checkpoint, "target", checkpoint.target_tokenizer, (special.decoder_start,)),
+            source=_tokenizer_entry(
+                checkpoint, "source", checkpoint.source_tokenizer, special.source_start, special.source_end
+            ),
+            target=_tokenizer_entry(
+                checkpoint, "target", checkpoint.target_tokenizer, (special.decoder_start,), (special.eos,)
+            ),
         ),
         graphs=graphs,
         quality=dict(quality) if quality else {"status": "unmeasured"},
         provenance={
             "weights_sha256": weights_sha256(checkpoint.model),
-            "training": json.dumps(checkpoint.record["training"], sort_keys=True),
-            "data": json.dumps(checkpoint.record["data"], sort_keys=True),
+            # A model that was trained elsewhere has "import" instead of the first two.
+            **{
+                name: json.dumps(checkpoint.record[name], sort_keys=True)
+                for name in ("training", "data", "import")
+                if name in checkpoint.record
+            },
             "dragoman": dragoman.__version__,
             "torch": torch.__version__,
             "onnx": onnx.__version__,
@@ -84,13 +100,13 @@ def describe(
 
 
 def _tokenizer_entry(
-    checkpoint: LoadedCheckpoint, side: str, tokenizer: Tokenizer, start: tuple[int, ...]
+    checkpoint: LoadedCheckpoint, side: str, tokenizer: Tokenizer, start: tuple[int, ...], end: tuple[int, ...]
 ) -> TokenizerEntry:
     return TokenizerEntry(
         kind=tokenizer.kind,
         file=checkpoint.tokenizer_files[side],
         size=len(tokenizer),
         start=start,
-        end=(checkpoint.special.eos,),
+        end=end,
         normalization=tokenizer.normalization,
     )

@@ -22,6 +22,7 @@ from dragoman.engine.runner import OrtRunner
 from dragoman.errors import DragomanError
 from dragoman.types import FloatArray, GenerationRequest, HypothesisResult, SearchOptions
 from dragoman_export.errors import ExportError
+from dragoman_export.heads import cached_head_dim
 from dragoman_export.targets import Tolerance
 from dragoman_training.attention import split_heads
 from dragoman_training.decode import Hypothesis
@@ -82,7 +83,10 @@ class Parity:
 
 @dataclass(frozen=True)
 class Activations:
-    """What one row made of a known target: logits (T, V), and keys and values (H, S or T, Dh) by layer and kind."""
+    """What one row made of a known target: logits (T, V), and keys and values (H, S or T, Dh) by layer and kind.
+
+    Dh is a head's width in the caches.
+    """
 
     logits: FloatArray
     layers: dict[str, FloatArray]
@@ -145,7 +149,8 @@ def reference_activations(model: Transformer, source: Source, target: Source, st
 
     def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
         def see(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            layers[name] = split_heads(output, heads)[0].numpy()
+            keys = split_heads(output, heads)[0].numpy()
+            layers[name] = np.pad(keys, ((0, 0), (0, 0), (0, cached_head_dim(model.config) - keys.shape[2])))
 
         return module.register_forward_hook(see)
 
@@ -171,16 +176,24 @@ def _keys_and_values(index: int, layer: DecoderLayer) -> Iterator[tuple[str, nn.
 
 
 def edge_cases(
-    sources: Sequence[Source], answers: Sequence[Hypothesis], eos: int, max_source_tokens: int, max_new_tokens: int
+    sources: Sequence[Source],
+    answers: Sequence[Hypothesis],
+    source_end: Source,
+    eos: int,
+    max_source_tokens: int,
+    max_new_tokens: int,
 ) -> tuple[list[Source], list[Source]]:
-    """Sources and targets whose lengths are the limits' edges (1, the limit less one, the limit), of real tokens."""
-    tokens = [token for source in sources for token in source if token != eos] or [eos]
+    """Sources and targets whose lengths are the limits' edges (1, the limit less one, the limit), of real tokens.
+
+    ``source_end`` closes a source.
+    """
+    tokens = [token for source in sources for token in source if token not in source_end] or list(source_end)
     produced = [token for answer in answers for token in answer.tokens] or [eos]
     lengths = [1, max(1, max_source_tokens - 1), max_source_tokens]
     steps = [1, max(1, max_new_tokens - 1), max_new_tokens]
     pairs = [(length, step) for length in lengths for step in steps]
     return (
-        [(*_cycle(tokens, length - 1), eos) for length, _ in pairs],
+        [(*_cycle(tokens, length - len(source_end)), *source_end) for length, _ in pairs],
         [_cycle(produced, step - 1) for _, step in pairs],  # the decoder's first input is the start token
     )
 
@@ -314,6 +327,7 @@ def verify(
     rules: TokenRules,
     sources: Sequence[Source],
     references: References,
+    source_end: Source,
     max_source_tokens: int,
     max_new_tokens: int,
     tolerance: Tolerance,
@@ -324,7 +338,7 @@ def verify(
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     step = max(1, len(order) // PARITY_ROWS)
     chosen = list(dict.fromkeys([*order[::step], order[-1]]))
-    edges = edge_cases(sources, greedy, rules.eos, max_source_tokens, max_new_tokens)
+    edges = edge_cases(sources, greedy, source_end, rules.eos, max_source_tokens, max_new_tokens)
     differences = compare_activations(
         model,
         runner,

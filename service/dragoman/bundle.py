@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import types
@@ -30,6 +31,9 @@ FORMAT_VERSION = 4
 VOCABULARY_MULTIPLE = 8
 """A model's vocabulary may be its tokenizer's, rounded up to a multiple of this: matrices of such sizes are fast."""
 MANIFEST_NAME = "manifest.json"
+PROTECTION_KINDS = ("braces", "code", "itself")
+"""What ``TextRules.protect_with`` may have; the first that keeps all spans is used."""
+_LANGUAGE = re.compile("[a-z]{2,3}(-[a-z0-9]{2,8})*")
 MAX_LABEL_CHARACTERS = 128
 """Of a model's name or version: they stand in every answer, in labels of metrics and on the command line."""
 
@@ -78,7 +82,7 @@ class Limits:
 class TokenizerEntry:
     """One side's tokenizer, and the sequence template around the text's own tokens."""
 
-    kind: str  # "plain" or "sentencepiece": how the file is read
+    kind: str  # "plain", "sentencepiece" or "sentencepiece+vocab": how the file is read
     file: str
     size: int  # in tokens, without the model's padding
     start: tuple[int, ...]
@@ -92,6 +96,30 @@ class Tokenizers:
 
     source: TokenizerEntry
     target: TokenizerEntry
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """What the model's texts are. Languages are codes of ISO 639, such as ``en``; None where there are several.
+
+    ``split_sentences``: whether each sentence is a segment unless a request or the server says otherwise.
+    ``protect_with``: what may stand for a protected span, in the order in which it is tried; see ``protection.py``.
+    """
+
+    source_language: str
+    target_language: str | None
+    split_sentences: bool
+    protect_with: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("source_language", "target_language"):
+            value = getattr(self, name)
+            if value is not None and not _LANGUAGE.fullmatch(value):
+                raise BundleError(
+                    f"texts.{name} is {value[:40]!r}; it must be a code of ISO 639, such as en, pt-br or zh-hant"
+                )
+        if unknown := [kind for kind in self.protect_with if kind not in PROTECTION_KINDS]:
+            raise BundleError(f"texts.protect_with has {unknown[0]!r}; it may have {', '.join(PROTECTION_KINDS)}")
 
 
 @dataclass(frozen=True)
@@ -264,6 +292,7 @@ class Manifest:
     provenance: dict[str, str | int | float]
     alignment: Alignment | None = None
     shortlist: Shortlist | None = None
+    texts: TextRules | None = None  # of a manifest without it, there is nothing to tell
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -296,11 +325,18 @@ class Manifest:
     @property
     def checksum(self) -> str:
         """SHA-256 over all fields, and so, through the files' hashes, over the whole bundle."""
-        return _checksum(dataclasses.asdict(self))
+        return _checksum(self._fields())
+
+    def _fields(self) -> dict[str, Any]:
+        """All there is to write: a bundle from before ``texts`` keeps its checksum."""
+        fields = dataclasses.asdict(self)
+        if self.texts is None:
+            del fields["texts"]
+        return fields
 
     def to_json(self) -> str:
         """Readable JSON with the checksum of everything else in it."""
-        data = {**dataclasses.asdict(self), "checksum": self.checksum}
+        data = {**self._fields(), "checksum": self.checksum}
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -320,6 +356,7 @@ class Manifest:
         checksum = data.pop("checksum", None)
         if checksum != _checksum(data):
             raise BundleError("does not match its own checksum: it was altered after the export")
+        data.setdefault("texts", None)
         manifest: Manifest = _parse(cls, data, "manifest")
         return manifest
 

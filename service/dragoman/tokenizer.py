@@ -11,34 +11,74 @@ from collections.abc import Iterable
 
 from dragoman.errors import InvalidRequestError
 from dragoman.types import TokenIds, UnknownWords
-from dragoman.vocabulary import UNK_ID, Vocabulary
+from dragoman.vocabulary import LANGUAGE_TOKEN, Vocabulary
 
 _MAX_NAMED_UNITS = 10
 _REPLACED = dict.fromkeys(range(0xDC80, 0xDD00), "\ufffd")  # what "surrogateescape" makes of bytes
 
 
 class SourceTokenizer:
-    """Encodes source text. Has no state beyond its vocabulary, so that any number of callers may share it."""
+    """Encodes source text. Has no state beyond its vocabulary, so that any number of callers may share it.
+
+    A model of several languages reads a token first that says which one to answer in: it is named with the text, or the
+    text begins with it, ``>>deu<<``. Either way it is part of the template, none of the text's own tokens.
+    """
 
     def __init__(self, vocabulary: Vocabulary, start: TokenIds, end: TokenIds) -> None:
         self._vocabulary = vocabulary
         self._start, self._end = start, end
+        self._languages = vocabulary.languages
+        self._language_ids = frozenset(vocabulary.languages.values())
 
     @property
-    def empty(self) -> TokenIds:
-        """The template around nothing: what a text of which the vocabulary keeps nothing is encoded to."""
-        return (*self._start, *self._end)
+    def languages(self) -> tuple[str, ...]:
+        """What languages may be asked for; none, of a model that answers in one."""
+        return tuple(self._languages)
 
-    def encode(self, text: str, unknown_words: UnknownWords | None = None) -> TokenIds:
-        """Ids with the template's start and end tokens.
+    @property
+    def unknown_id(self) -> int:
+        """See ``Vocabulary.unknown_id``."""
+        return self._vocabulary.unknown_id
+
+    def encode(self, text: str, unknown_words: UnknownWords | None = None, language: str = "") -> TokenIds:
+        """Ids with the template's tokens, that of ``language`` or of what the text begins with among them.
 
         Raises InvalidRequestError naming what it cannot encode, unless that may be read as ``<unk>``, and what it
-        spells in bytes, where that is to be refused.
+        spells in bytes, where that is to be refused; and a language that the model does not know, or another than the
+        text's.
         """
-        ids = _encode(self._vocabulary, text, "text")
+        typed, start = self._typed_language(text)
+        if language and typed and language != typed:
+            raise InvalidRequestError(
+                f"target_language is {language!r} and the text begins with >>{typed}<<: leave one of them out"
+            )
+        chosen = self._language_token(language or typed)
+        own = text[start:]
+        ids = _encode(self._vocabulary, own, "text")
         if unknown_words not in (UnknownWords.COPY, UnknownWords.SUPPRESS):
-            _check_known(self._vocabulary, ids, text, "text", "source", spelled=unknown_words == UnknownWords.REFUSE)
-        return (*self._start, *ids, *self._end)
+            _check_known(self._vocabulary, ids, own, "text", "source", spelled=unknown_words == UnknownWords.REFUSE)
+        return (*self._start, *chosen, *ids, *self._end)
+
+    def typed_language(self, text: str) -> str:
+        """The language that a text begins with; none where it does not."""
+        return self._typed_language(text)[0]
+
+    def _typed_language(self, text: str) -> tuple[str, int]:
+        """The language that a text begins with, or none, and where its own part begins."""
+        found = LANGUAGE_TOKEN.match(text) if self._languages else None
+        return (found[1], found.end()) if found is not None else ("", 0)
+
+    def _language_token(self, language: str) -> TokenIds:
+        if not language:
+            return ()
+        if language not in self._languages:
+            names = self.languages
+            more = f" and {len(names) - _MAX_NAMED_UNITS} more" if len(names) > _MAX_NAMED_UNITS else ""
+            raise InvalidRequestError(
+                f"the target language is {language[:40]!r}, which this model does not know: it has "
+                f"{', '.join(names[:_MAX_NAMED_UNITS])}{more}"
+            )
+        return (self._languages[language],)
 
     @property
     def marks_words(self) -> bool:
@@ -46,8 +86,9 @@ class SourceTokenizer:
         return self._vocabulary.marks_words
 
     def own(self, source: TokenIds) -> slice:
-        """Where in an encoded text its own tokens are, without the template's."""
-        return slice(len(self._start), len(source) - len(self._end))
+        """Where in an encoded text its own tokens are, without the template's; nowhere, where it has none."""
+        start, end = len(self._start), len(source) - len(self._end)
+        return slice(start + (start < end and source[start] in self._language_ids), end)
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """The tokens' names."""
@@ -56,7 +97,8 @@ class SourceTokenizer:
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """The characters that each of a text's own tokens stands for; see ``Vocabulary.spans``."""
-        return self._vocabulary.spans(text)
+        _, start = self._typed_language(text)
+        return [(start + first, start + end) for first, end in self._vocabulary.spans(text[start:])]
 
 
 class TargetTokenizer:
@@ -65,6 +107,11 @@ class TargetTokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+
+    @property
+    def unknown_id(self) -> int:
+        """See ``Vocabulary.unknown_id``."""
+        return self.vocabulary.unknown_id
 
     def encode(self, text: str, name: str) -> TokenIds:
         """The ids of an answer, or of the beginning of one, without start and end tokens.
@@ -174,7 +221,7 @@ def _check_known(
     vocabulary: Vocabulary, ids: list[int], text: str, name: str, side: str, *, spelled: bool = False
 ) -> None:
     """Raises InvalidRequestError for what became ``<unk>`` and, if ``spelled``, for what became bytes."""
-    if UNK_ID in ids or (spelled and any(isinstance(vocabulary.pieces[index], bytes) for index in ids)):
+    if vocabulary.unknown_id in ids or (spelled and any(isinstance(vocabulary.pieces[index], bytes) for index in ids)):
         unknown = vocabulary.unknown_units(text)
         named = unknown[:_MAX_NAMED_UNITS]
         shown = ", ".join(f"{u!r} (U+{ord(u):04X})" if len(u) == 1 else repr(u[:40]) for u in named)

@@ -7,29 +7,36 @@ Kind ``sentencepiece``: a unigram or BPE model of the SentencePiece library (Kud
 https://github.com/google/sentencepiece), in that library's format. It normalises text by a rule of its own and keeps
 one blank where there were several; U+2581, its mark for a blank, becomes one.
 
-The four special tokens come first in either. Text is always plain text: a caller who types ``</s>`` or ``<0x0A>`` gets
-these characters, never the token of that name. A vocabulary is never changed, so that any number of threads may share
-it.
+Kind ``sentencepiece+vocab``: such a model that says how text is split, and a list of tokens that gives the pieces their
+ids, as Marian and CTranslate2 have it. JSON, ``{"kind": ..., "model": BASE64, "tokens": [...], "special": [...],
+"unknown": ...}``: the ids of tokens that stand for no text, and which of them stands for what the list lacks.
+
+The four special tokens come first, but for files that say otherwise: a plain one may have ``special`` and ``unknown``,
+too. Text is always plain text: a caller who types ``</s>`` or ``<0x0A>`` gets these characters, never the token of that
+name. (What a token of a language is typed for, ``>>deu<<``, is the source tokenizer's business.) A vocabulary is never
+changed, so that any number of threads may share it.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Final, Protocol
 
-from sentencepiece import SentencePieceProcessor
-
 from dragoman.errors import BundleError
+from dragoman.sentencepiece_model import found_spans, open_model, read_normalization
 
 SPECIAL_TOKENS: Final = ("<pad>", "<s>", "</s>", "<unk>")
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 BYTE_TOKENS: Final = tuple(f"<0x{byte:02X}>" for byte in range(256))
 UNITS: Final = ("character", "piece")
+LANGUAGE_TOKEN: Final = re.compile(r">>([^\s<>]+)<<")
+"""The name of a token that says which language to answer in, as models of several languages have them."""
 
 _BLANK_MARK: Final = "\u2581"
 _PIECE: Final = re.compile("[^ ]+")
@@ -48,6 +55,14 @@ class Vocabulary(Protocol):
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """What the tokens stand for."""
+
+    @property
+    def unknown_id(self) -> int:
+        """The token that stands for what no other does: ``<unk>``, a special one."""
+
+    @property
+    def languages(self) -> Mapping[str, int]:
+        """The tokens that say which language to answer in, ``>>deu<<`` for "deu", by language."""
 
     @property
     def separator(self) -> str:
@@ -70,9 +85,9 @@ class Vocabulary(Protocol):
         """What a text may be made of: characters, or whole pieces."""
 
     def encode(self, text: str) -> list[int]:
-        """The text's ids, none of them a special one, but for UNK_ID where the policy is to refuse.
+        """The text's ids, none of them a special one, but for ``unknown_id`` where the policy is to refuse.
 
-        Raises UnicodeEncodeError for a lone surrogate, or gives UNK_ID for it.
+        Raises UnicodeEncodeError for a lone surrogate, or gives ``unknown_id`` for it.
         """
 
     def spans(self, text: str) -> list[tuple[int, int]]:
@@ -83,7 +98,7 @@ class Vocabulary(Protocol):
         """
 
     def unknown_units(self, text: str) -> list[str]:
-        """What ``encode`` made UNK_ID of, or bytes, each once."""
+        """What ``encode`` made ``unknown_id`` of, or bytes, each once."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,8 @@ class PlainVocabulary:
 
     unit: str
     tokens: tuple[str, ...]
+    special: tuple[int, ...] = ()  # without any: the four, which come first
+    unknown_id: int = UNK_ID
 
     marks_words = False
     normalization = "identity"
@@ -99,12 +116,9 @@ class PlainVocabulary:
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
             raise BundleError(f"tokenizer unit is {self.unit!r}; it must be one of {', '.join(UNITS)}")
-        if self.tokens[: len(SPECIAL_TOKENS)] != SPECIAL_TOKENS:
+        if not self.special and self.tokens[: len(SPECIAL_TOKENS)] != SPECIAL_TOKENS:
             raise BundleError(f"tokenizer must start with {' '.join(SPECIAL_TOKENS)}, not {self.tokens[:4]}")
-        if not all(isinstance(token, str) for token in self.tokens):
-            raise BundleError("tokenizer holds a token that is no text")
-        if len(set(self.tokens)) != len(self.tokens):
-            raise BundleError("tokenizer holds the same token twice")
+        _check_tokens(self.tokens, self._silent, self.unknown_id)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PlainVocabulary:
@@ -113,17 +127,25 @@ class PlainVocabulary:
             data = json.loads(content)
             if data["kind"] != "plain":
                 raise BundleError(f"tokenizer kind is {data['kind']!r}, not 'plain'")
-            return cls(unit=data["unit"], tokens=tuple(data["tokens"]))
+            tokens = tuple(data["tokens"])
+            if "special" not in data:
+                return cls(data["unit"], tokens)
+            return cls(data["unit"], tokens, tuple(data["special"]), data["unknown"])
         except (ValueError, KeyError, TypeError) as error:
             raise BundleError(f"no plain vocabulary: {error!r}") from error
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        texts: list[Piece] = [None] * len(SPECIAL_TOKENS)
-        texts += self.tokens[len(SPECIAL_TOKENS) :]
+        texts: list[Piece] = list(self.tokens)
+        for index in self._silent:
+            texts[index] = None
         for byte, index in self._bytes.items():
             texts[index] = bytes([byte])
         return tuple(texts)
+
+    @cached_property
+    def languages(self) -> Mapping[str, int]:
+        return _languages(self.tokens) if self.unit == "piece" else {}
 
     @property
     def separator(self) -> str:
@@ -139,7 +161,7 @@ class PlainVocabulary:
 
     def encode(self, text: str) -> list[int]:
         if self.unknown_policy == "refuse":
-            return [self._ids.get(unit, UNK_ID) for unit in self._split(text)]
+            return [self._ids.get(unit, self.unknown_id) for unit in self._split(text)]
         ids: list[int] = []
         for character in text:
             known = self._ids.get(character)
@@ -162,6 +184,11 @@ class PlainVocabulary:
     def _split(self, text: str) -> Sequence[str]:
         return text if self.unit == "character" else [piece for piece in text.split(" ") if piece]
 
+    @property
+    def _silent(self) -> Sequence[int]:
+        """The ids of special tokens."""
+        return self.special or range(len(SPECIAL_TOKENS))
+
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {piece: index for index, piece in enumerate(self.pieces) if isinstance(piece, str)}
@@ -180,6 +207,8 @@ class SentencePieceVocabulary:
 
     separator = ""
     marks_words = True
+    unknown_id = UNK_ID
+    languages: Mapping[str, int] = {}  # a model's own symbols are text to it
 
     def __init__(self, model: bytes) -> None:
         """``model`` is a model file's content.
@@ -187,11 +216,7 @@ class SentencePieceVocabulary:
         Raises BundleError when it is none, has other special tokens, or was trained with an option under which
         pieces stand for other texts than ``pieces`` says.
         """
-        self._processor = SentencePieceProcessor()
-        try:
-            self._processor.LoadFromSerializedProto(model)
-        except RuntimeError as error:
-            raise BundleError(f"no SentencePiece model: {error}") from error
+        self._processor = open_model(model)
         ids = list(range(self._processor.get_piece_size()))
         self.tokens: tuple[str, ...] = tuple(self._processor.id_to_piece(ids))
         controls, is_byte = self._processor.is_control(ids), self._processor.is_byte(ids)
@@ -199,7 +224,7 @@ class SentencePieceVocabulary:
             raise BundleError(f"tokenizer must start with {' '.join(SPECIAL_TOKENS)}, not {self.tokens[:4]}")
         if not all(controls[:UNK_ID]):
             raise BundleError(f"{' '.join(SPECIAL_TOKENS[:UNK_ID])} must be control tokens: text must not become them")
-        self.normalization = _read_normalization(model)
+        self.normalization = read_normalization(model)
         self.unknown_policy = "byte_fallback" if any(is_byte) else "refuse"
         self.pieces: tuple[Piece, ...] = tuple(
             None
@@ -221,15 +246,7 @@ class SentencePieceVocabulary:
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         found = self._processor.encode(text, return_type="offset_mapping")
-        spans: list[tuple[int, int]] = []
-        following = (0, 0)
-        # Backwards: the library gives a character's place to the last of its bytes, and an empty one to the others.
-        for index, (start, end) in zip(reversed(found["ids"]), reversed(found["offsets"]), strict=True):
-            if start == end == following[0] and isinstance(self.pieces[index], bytes):
-                end = following[1]
-            following = end - len(text[start:end].lstrip()), end
-            spans.append(following)
-        return spans[::-1]
+        return found_spans(found, (isinstance(self.pieces[index], bytes) for index in found["ids"]), text)
 
     def unknown_units(self, text: str) -> list[str]:
         found = self._processor.encode(text, return_type="offset_mapping")
@@ -243,9 +260,97 @@ class SentencePieceVocabulary:
         return list(units)
 
 
+class ListedVocabulary:
+    """A SentencePiece model that splits text, and a list that gives the pieces their ids."""
+
+    separator = ""
+    marks_words = True
+
+    def __init__(self, model: bytes, tokens: Sequence[str], special: Sequence[int], unknown: int) -> None:
+        """Raises BundleError as ``SentencePieceVocabulary`` does, and for ids that no token has."""
+        self._processor = open_model(model)
+        self.normalization = read_normalization(model)
+        self.tokens = tuple(tokens)
+        self.unknown_id = unknown
+        _check_tokens(self.tokens, special, unknown)
+        self.languages = {name: index for name, index in _languages(tokens).items() if index not in special}
+        silent = {*special, *self.languages.values()}
+        self.pieces: tuple[Piece, ...] = tuple(
+            None if index in silent else self._piece(token) for index, token in enumerate(tokens)
+        )
+        self._ids = {token: index for index, token in enumerate(tokens) if index not in silent}
+        spelled = {piece for piece in self.pieces if isinstance(piece, bytes)}
+        self.unknown_policy = "byte_fallback" if len(spelled) == len(BYTE_TOKENS) else "refuse"
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> ListedVocabulary:
+        """Read a file's content. Raises BundleError."""
+        try:
+            data = json.loads(content)
+            if data["kind"] != "sentencepiece+vocab":
+                raise BundleError(f"tokenizer kind is {data['kind']!r}, not 'sentencepiece+vocab'")
+            model = base64.b64decode(data["model"], validate=True)
+            return cls(model, data["tokens"], data["special"], data["unknown"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise BundleError(f"no SentencePiece model with a vocabulary: {error!r}") from error
+
+    def _piece(self, token: str) -> Piece:
+        if self._is_byte(token):
+            return bytes([BYTE_TOKENS.index(token)])
+        return token.replace(_BLANK_MARK, " ")
+
+    def _is_byte(self, piece: str) -> bool:
+        return bool(self._processor.is_byte(self._processor.piece_to_id(piece)))
+
+    @property
+    def known_units(self) -> tuple[str, ...]:
+        return tuple(piece for piece in self.pieces if isinstance(piece, str) and len(piece) == 1)
+
+    def encode(self, text: str) -> list[int]:
+        # Pieces by their names, not by the model's own ids: what the model does not know, the list may.
+        pieces = self._processor.encode(text.encode("utf-8"), out_type=str)
+        return [self._ids.get(piece, self.unknown_id) for piece in pieces]
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        found = self._processor.encode(text, return_type="offset_mapping")
+        return found_spans(found, map(self._is_byte, found["pieces"]), text)
+
+    def unknown_units(self, text: str) -> list[str]:
+        found = self._processor.encode(text, return_type="offset_mapping")
+        units: dict[str, None] = {}  # an ordered set
+        for index, piece, (start, end) in zip(found["ids"], found["pieces"], found["offsets"], strict=True):
+            typed = text[start:end]
+            if self._is_byte(piece):
+                units |= dict.fromkeys(typed)  # the last byte of a character has its place
+            elif piece not in self._ids:
+                # What the model knows it splits off whole; what it does not know, it leaves in one piece.
+                known = index != self._processor.unk_id()
+                units |= dict.fromkeys([typed.strip() or piece] if known else typed or piece)
+        return list(units)
+
+
+def _check_tokens(tokens: Sequence[str], special: Sequence[int], unknown: int) -> None:
+    """Raises BundleError unless all tokens are different texts, and the special ids some of theirs."""
+    if not all(isinstance(token, str) for token in tokens):
+        raise BundleError("tokenizer holds a token that is no text")
+    if len(set(tokens)) != len(tokens):
+        raise BundleError("tokenizer holds the same token twice")
+    if strange := [index for index in special if index not in range(len(tokens))]:
+        raise BundleError(f"tokenizer has the special ids {strange}, and {len(tokens)} tokens")
+    if unknown not in special:
+        raise BundleError(f"tokenizer reads what it lacks as {unknown}, which is none of its special ids")
+
+
+def _languages(tokens: Sequence[str]) -> dict[str, int]:
+    """The tokens of languages, by what they name."""
+    found = ((LANGUAGE_TOKEN.fullmatch(token), index) for index, token in enumerate(tokens))
+    return {match[1]: index for match, index in found if match is not None}
+
+
 _READERS: Final[dict[str, Callable[[bytes], Vocabulary]]] = {
     "plain": PlainVocabulary.from_bytes,
     "sentencepiece": SentencePieceVocabulary,
+    "sentencepiece+vocab": ListedVocabulary.from_bytes,
 }
 
 
@@ -259,60 +364,3 @@ def load_vocabulary(kind: str, path: Path) -> Vocabulary:
         raise BundleError(f"cannot read {path}: {error.strerror or error}") from error
     except BundleError as error:
         raise BundleError(f"{path.name}: {error}") from error
-
-
-def _read_normalization(model: bytes) -> str:
-    """The name of a SentencePiece model's rule. Raises BundleError for options that this version does not decode by.
-
-    The fields are those of sentencepiece_model.proto. The library's Python module for it wants the protobuf release of
-    its own day, newer than what other packages stand, so that the few fields are read here.
-    """
-    fields = _message_fields(model)
-    trainer, normalizer, denormalizer = (_message_fields(_as_bytes(fields.get(number))) for number in (2, 3, 5))
-    options = {
-        "add_dummy_prefix": normalizer.get(3, 1) == 1,
-        "remove_extra_whitespaces": normalizer.get(4, 1) == 1,
-        "escape_whitespaces": normalizer.get(5, 1) == 1,
-        "treat_whitespace_as_suffix": trainer.get(24, 0) == 0,
-        "denormalization_rule_tsv": not denormalizer.get(2),
-    }
-    if unusual := [name for name, usual in options.items() if not usual]:
-        raise BundleError(f"was trained with another {', '.join(unusual)} than the default: train it without")
-    return _as_bytes(normalizer.get(1)).decode("utf-8") or "identity"
-
-
-def _as_bytes(value: int | bytes | None) -> bytes:
-    return value if isinstance(value, bytes) else b""
-
-
-def _message_fields(message: bytes) -> dict[int, int | bytes]:
-    """The last value of each field of a valid protobuf message (https://protobuf.dev/programming-guides/encoding).
-
-    Fixed-size numbers are left out.
-    """
-    fields: dict[int, int | bytes] = {}
-    position = 0
-    while position < len(message):
-        tag, position = _varint(message, position)
-        number, wire_type = tag >> 3, tag & 7
-        if wire_type in (0, 2):
-            value, position = _varint(message, position)
-            fields[number] = value
-            if wire_type == 2:
-                fields[number] = message[position : position + value]
-                position += value
-        else:
-            position += 8 if wire_type == 1 else 4
-    return fields
-
-
-def _varint(message: bytes, position: int) -> tuple[int, int]:
-    """The number that starts at ``position``, and where it ends."""
-    value = shift = 0
-    while True:
-        byte = message[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            return value, position

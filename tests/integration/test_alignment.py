@@ -181,6 +181,7 @@ def examples(count):
         Example(
             (*rng.choices(range(4, 16), k=rng.randint(1, 12)), 2),
             tuple(rng.choices(range(4, 24), k=rng.randint(1, 9))),
+            slice(0, -1),
         )
         for _ in range(count)
     ]
@@ -347,4 +348,6 @@ def test_attention_left_unfused_fails_the_export(tmp_path, monkeypatch):
 def test_a_model_that_answers_nothing_cannot_be_aligned(tmp_path):
     """The remedy is named."""
     with pytest.raises(ExportError, match="leave --alignment out"):
-        write_alignment(small_model(norm_first=True), [Example((4, 2), ())], SPECIAL, None, None, tmp_path, {})
+        write_alignment(
+            small_model(norm_first=True), [Example((4, 2), (), slice(0, 1))], SPECIAL, None, None, tmp_path, {}
+        )

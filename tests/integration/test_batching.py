@@ -9,7 +9,7 @@ import random
 import pytest
 
 from dragoman.bundle import ModelBundle
-from dragoman.config import DEFAULT_MODEL, EngineConfig, embedded_bundle
+from dragoman.config import EngineConfig, embedded_bundle
 from dragoman.engine.engine import Engine
 from dragoman.engine.replica import generate_all
 from dragoman.engine.runner import OrtModel, OrtRunner
@@ -32,7 +32,7 @@ class G2p:
     """The embedded model's parts, opened once."""
 
     def __init__(self):
-        self.bundle = ModelBundle.load(embedded_bundle(DEFAULT_MODEL))
+        self.bundle = ModelBundle.load(embedded_bundle("g2p-en"))
         self.model = OrtModel(self.bundle.manifest.model, self.bundle.manifest.graphs[0], self.bundle.read)
         self.rules = token_rules(self.bundle.manifest)
         self.tokenizer, _ = load_tokenizers(self.bundle)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.processes import dragoman
 
 from dragoman_training.checkpoint import load_model
 from dragoman_training.configfile import load_config
@@ -31,13 +32,6 @@ def address(reverse_bundle: Path) -> Iterator[str]:
         assert process.stdout is not None
         yield f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
         process.terminate()
-
-
-def dragoman(*arguments: object, cwd: Path) -> None:
-    """Run the command line in a process of its own."""
-    command = [sys.executable, "-m", "dragoman.cli.main", *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def evaluated(folder: Path, *system: object) -> dict[str, Any]:

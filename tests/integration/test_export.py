@@ -313,7 +313,7 @@ def test_a_wrong_weight_fails_the_comparison(bundle, checkpoint, rules, graph):
     sources = random_sources(40, longest=8)
     references = greedy(checkpoint.model, sources, 32, checkpoint.special)
     with pytest.raises(ExportError, match="logits differ"):
-        verify(checkpoint.model, runner, rules, sources, References(references, {}), 32, 32, FP32.tolerance)
+        verify(checkpoint.model, runner, rules, sources, References(references, {}), (2,), 32, 32, FP32.tolerance)
 
 
 def test_other_tokens_fail_the_comparison(checkpoint, runner, rules):

@@ -2,15 +2,17 @@
 
 import argparse
 import signal
-import subprocess
-import sys
+import time
 
 import pytest
+from tests.processes import start_command
 
 from dragoman.bundle import ModelBundle
 from dragoman.work_folder import work_folder
 from dragoman_export import exporter
 from dragoman_export.cli import export as command
+
+NUM_LINES = 60
 
 
 @pytest.fixture
@@ -18,11 +20,12 @@ def run_export(reverse_run, reverse_data, tmp_path, monkeypatch):
     """Runs the command in this process, in a folder with texts, and returns its exit status."""
     monkeypatch.chdir(tmp_path)
     for side in ("source", "target"):
-        (tmp_path / f"dev.{side}").write_text((reverse_data / f"dev.{side}").read_text())
+        lines = (reverse_data / f"dev.{side}").read_text().splitlines(keepends=True)[:NUM_LINES]
+        (tmp_path / f"dev.{side}").write_text("".join(lines))
     (tmp_path / "digits").write_text("1\n22\n")
     (tmp_path / "empty").write_text("")
     (tmp_path / "one").write_text("a\n")
-    (tmp_path / "wrong").write_text("Z\n" * 300)
+    (tmp_path / "wrong").write_text("Z\n" * NUM_LINES)
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "nan.json").write_text('{"bleu": NaN}')
     (tmp_path / "nested.json").write_text('{"bleu": {"value": 30}}')
@@ -47,11 +50,11 @@ DEV = ("--sources", "dev.source", "--precision", "int8")
         ([*DEV, "--calibration", "nowhere"], "nowhere cannot be read"),
         ([*DEV, "--calibration", "digits"], "--calibration: the model accepts none of the 2 sources"),
         ([*DEV, "--test", "dev.source", "nowhere"], "nowhere cannot be read"),
-        ([*DEV, "--test", "dev.source", "one"], "the test set has 300 sources and 1 targets"),
+        ([*DEV, "--test", "dev.source", "one"], f"the test set has {NUM_LINES} sources and 1 targets"),
         ([*DEV, "--test", "digits", "digits"], "--test: the model accepts none of the 2 sources"),
         ([*DEV, "--test", "dev.source", "wrong"], "all of PyTorch's own answers to the test set are wrong"),
         ([*DEV, "--shortlist", "dev.source", "nowhere"], "nowhere cannot be read"),
-        ([*DEV, "--shortlist", "dev.source", "one"], "dev.source has 300 lines and one 1"),
+        ([*DEV, "--shortlist", "dev.source", "one"], f"dev.source has {NUM_LINES} lines and one 1"),
         ([*DEV, "--shortlist", "empty", "empty"], "the text for the shortlist holds no pair"),
         ([*DEV, "--notice", "nowhere"], "nowhere"),
         ([*DEV, "--notice", "."], "Is a directory"),
@@ -64,6 +67,10 @@ DEV = ("--sources", "dev.source", "--precision", "int8")
         (["--name", "en\nde"], r"the model's name is 'en\nde': it may hold printable characters alone"),
         (["--name", " en-de"], "the model's name is ' en-de': it may hold"),
         (["--model-version", "1" * 129], "the model's version has 129 characters; it must have"),
+        (["--split-sentences"], "--split-sentences was given without --source-language"),
+        (["--target-language", "de"], "--target-language was given without --source-language"),
+        (["--source-language", "English"], "texts.source_language is 'English'; it must be a code of ISO 639"),
+        (["--source-language", "en", "--protect-with", "itself,magic"], "texts.protect_with has 'magic'; it may have"),
         (["--model-version", "1\x1b[2J"], r"the model's version is '1\x1b[2J'"),
     ],
 )
@@ -84,9 +91,9 @@ def test_it_tells_on_stderr_what_it_does(run_export, tmp_path, capsys):
     captured = capsys.readouterr()
     told = [line.split("s  ", 1)[1] for line in captured.err.splitlines()]
     assert told == [
-        "PyTorch answers 300 lines of the test set",
-        "PyTorch answers 300 sources, 300 of them by a beam of 4 too",
-        "calibrating on 300 sources",
+        f"PyTorch answers {NUM_LINES} lines of the test set",
+        f"PyTorch answers {NUM_LINES} sources, {NUM_LINES} of them by a beam of 4 too",
+        f"calibrating on {NUM_LINES} sources",
         "tracing encoder.cpu.fp32.onnx",
         "writing encoder.cpu.fp32.onnx",
         "writing encoder.cpu.int8.onnx",
@@ -94,11 +101,11 @@ def test_it_tells_on_stderr_what_it_does(run_export, tmp_path, capsys):
         "writing decoder.cpu.fp32.onnx",
         "writing decoder.cpu.int8.onnx",
         "fp32: comparing what every layer reads with PyTorch, on 8 sources",
-        "fp32: comparing 300 answers with PyTorch's, and 300 of a beam of 4",
-        "fp32: measuring 300 lines of the test set",
+        f"fp32: comparing {NUM_LINES} answers with PyTorch's, and {NUM_LINES} of a beam of 4",
+        f"fp32: measuring {NUM_LINES} lines of the test set",
         "int8: comparing what every layer reads with PyTorch, on 8 sources",
-        "int8: comparing 300 answers with PyTorch's, and 300 of a beam of 4",
-        "int8: measuring 300 lines of the test set",
+        f"int8: comparing {NUM_LINES} answers with PyTorch's, and {NUM_LINES} of a beam of 4",
+        f"int8: measuring {NUM_LINES} lines of the test set",
         "saving 7 files",
     ]
     lines = captured.out.splitlines()
@@ -127,16 +134,13 @@ def test_an_export_that_is_killed_leaves_nothing_for_ever(run_export, reverse_ru
     """SIGTERM lets it clean up; what stays after SIGKILL, the next export to the same place removes."""
     arguments = [reverse_run, "--sources", "dev.source", "--out", "killed"]
     before = sorted(tmp_path.iterdir())
-    with subprocess.Popen(
-        [sys.executable, "-m", "dragoman.cli.main", "export", *arguments],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert any("tracing" in line for line in process.stderr)
-        (left,) = set(tmp_path.iterdir()) - set(before)
-        process.send_signal(end)
-    assert process.returncode == status
+    process = start_command("export", *arguments, cwd=tmp_path)
+    while "tracing" not in process.err:
+        assert process.running
+        time.sleep(0.01)
+    (left,) = set(tmp_path.iterdir()) - set(before)
+    process.send_signal(end)
+    assert process.wait().status == status
     assert left.exists() == (end == signal.SIGKILL)
     with work_folder(tmp_path / "killed"):
         assert not left.exists()

@@ -12,7 +12,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from dragoman.bundle import ModelBundle, save_bundle
-from dragoman.config import DEFAULT_MODEL, EngineConfig, embedded_bundle
+from dragoman.config import EngineConfig, embedded_bundle
 from dragoman.engine.runner import OrtModel, OrtRunner
 from dragoman.errors import BundleError
 from dragoman.pipeline import TextLimits
@@ -48,7 +48,7 @@ def bundle(reverse_bundle):
 
 @pytest.fixture(scope="module")
 def embedded():
-    return ModelBundle.load(embedded_bundle(DEFAULT_MODEL))
+    return ModelBundle.load(embedded_bundle("g2p-en"))
 
 
 def graph_of(bundle, part):
@@ -84,6 +84,7 @@ def prove(checkpoint, bundle, content, sources):
         token_rules(bundle.manifest),
         sources,
         References(references, {}),
+        (2,),
         32,
         32,
         FP32.tolerance,

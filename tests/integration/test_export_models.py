@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sentencepiece import SentencePieceTrainer
+from tests.integration.untrained import end_sometimes
 
 from dragoman.bundle import ModelBundle
 from dragoman.config import EngineConfig
@@ -154,20 +155,8 @@ def checkpoint_of(case, folder):
         for parameter in model.parameters():  # untrained, but of strong opinions
             parameter.data.add_(torch.randn_like(parameter) * 0.3)
     model.projection.bias.data[list(special.never_produced)] = 50
-    end_sometimes(model, special, [encode_source(source, text) for text in texts(20)])
+    end_sometimes(model, special, [encode_source(source, text) for text in texts(20)], 1 / 8)
     return LoadedCheckpoint(folder, model, source, target, files, special, 64, 24, {"training": {}, "data": {}})
-
-
-@torch.inference_mode()
-def end_sometimes(model, special, sources):
-    """Set the bias of the end token so that it is the best at one step of eight."""
-    model.projection.bias.data[special.eos] = -1000
-    gaps = []
-    for source, answer in zip(sources, greedy(model, sources, 24, special), strict=True):
-        inputs = torch.tensor([[special.decoder_start, *answer.tokens[:-1]]])
-        logits = model(torch.tensor([source]), torch.tensor([len(source)], dtype=torch.int32), inputs)[0]  # (T, V)
-        gaps.append(logits.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0] - logits[:, special.eos])
-    model.projection.bias.data[special.eos] += torch.cat(gaps).quantile(1 / 8)
 
 
 @torch.inference_mode()
@@ -234,6 +223,7 @@ def test_a_model_whose_caches_are_large_is_compared_on_fewer_slots(tmp_path, mon
 def test_int8_may_change_fewer_tokens_of_given_sources_than_of_generated_ones(tmp_path, monkeypatch):
     """One in ten: too many of a dev set's answers, not of answers to what no model was trained on."""
     monkeypatch.setattr(verify, "token_error_rate", lambda references, answers: 0.1)
+    monkeypatch.setattr(exporter, "NUM_GENERATED", 8)
     checkpoint = checkpoint_of(list(CASES.values())[-1], tmp_path / "c")
     given = ExportOptions("m", "1", targets=(INT8,), sources=tuple(texts(20)))
     with pytest.raises(ExportError, match=r"greedy answers differ .* by 0\.1 edits a token; at most 0\.05 is allowed"):

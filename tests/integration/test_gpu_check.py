@@ -13,12 +13,9 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
-from tests.integration.untrained import SHAPES, texts, untrained
 
 from dragoman.cli import doctor, generate, serve
 from dragoman.engine.device import Device
-from dragoman_export.exporter import ExportOptions, export
-from dragoman_export.targets import FP16, FP32
 
 ROOT = Path(__file__).resolve().parents[2]
 DRY = Device("cuda-dry")
@@ -37,12 +34,9 @@ check = load_script("check")
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
+def bundle(half_export):
     """A bundle with graphs for CUDA, and in fp32 for the CPU."""
-    folder = tmp_path_factory.mktemp("gpu")
-    checkpoint = untrained(SHAPES["pre-norm, gelu"], folder / "checkpoint")
-    options = ExportOptions("toy", "1", targets=(FP32, FP16), sources=tuple(texts(40, seed=1)))
-    return export(checkpoint, options, folder / "bundle").bundle
+    return half_export("pre-norm, gelu")[1]
 
 
 @pytest.fixture

@@ -27,11 +27,11 @@ class Translating:
 
 def rows_of(function):
     sources = ["Tom ran.", "It is hot.", "We saw him there.", "Go home now, please.", "She sings."]
-    return model_card.behaviour_rows(Translating(function), sources, sources)
+    return model_card.behaviour_rows(lambda *protect: Translating(str if protect else function), sources, sources)
 
 
 def figure(rows, name):
-    (value,) = [value for row, value in rows.items() if name in row]
+    (value,) = [value for row, value in rows.items() if name in row and "--protect" not in row]
     return value
 
 
@@ -52,13 +52,20 @@ def test_what_is_lost_is_counted():
     """Digits, placeholders, whole answers; and answers that go on and on."""
     rows = rows_of(lambda line: re.sub(r"\d|\{\w+\}", "", line))
     assert figure(rows, "numbers").startswith("0.0% of ")
+    assert figure(rows, "codes").startswith("0.0% of 200; ")
     assert re.match(r"[3-7]\d\.\d% of ", figure(rows, "placeholders"))
-    assert figure(rows_of(lambda line: ""), "empty") == str(2 * model_card.MADE_LINES + 5 + 5 + 5 + 3)
+    assert [value[:7] for row, value in rows.items() if "--protect" in row] == ["100.0% "] * 3
+    assert figure(rows_of(lambda line: ""), "empty") == str(3 * model_card.MADE_LINES + 5 + 5 + 5 + 3)
     assert figure(rows_of(lambda line: "so " * 9), "looping") == figure(rows_of(lambda line: ""), "empty")
 
 
 @pytest.mark.parametrize(
-    ("lines", "pattern"), [(model_card.number_lines, NUMBER), (model_card.placeholder_lines, PLACEHOLDER)]
+    ("lines", "pattern"),
+    [
+        (model_card.number_lines, NUMBER),
+        (model_card.code_lines, model_card.CODE),
+        (model_card.placeholder_lines, PLACEHOLDER),
+    ],
 )
 def test_the_made_up_lines_are_the_same_each_time_and_hold_what_they_are_for(lines, pattern):
     """Each line has something to copy; there are hardly two alike."""
@@ -92,4 +99,4 @@ def test_the_card_of_a_bundle(reverse_bundle, reverse_run, reverse_data, tmp_pat
     assert first["fp32", "beam 2"] == first["PyTorch", "beam 2"]
     assert all(cells[:2] == cells[2:] and float(cells[0]) > 80 for cells in first.values())
     assert "`BLEU|nrefs:1|" in out and "`chrF2|" in out
-    assert int(next(row for row in rows if row[0].startswith("refused"))[1]) >= 2 * model_card.MADE_LINES
+    assert int(next(row for row in rows if row[0].startswith("refused"))[1]) >= 3 * model_card.MADE_LINES

@@ -9,10 +9,10 @@ def test_onnx_runtime_reports_to_nobody(tmp_path):
     """Opening a model leaves no usage database in the home folder and starts no thread to upload one."""
     program = """
 import os
-from dragoman.config import DEFAULT_MODEL, EngineConfig, embedded_bundle
+from dragoman.config import EngineConfig, embedded_bundle
 from dragoman.pipeline import TextLimits
 from dragoman.served_model import ServedModel
-ServedModel.load(embedded_bundle(DEFAULT_MODEL), EngineConfig(num_slots=1), TextLimits(100, 1))
+ServedModel.load(embedded_bundle("g2p-en"), EngineConfig(num_slots=1), TextLimits(100, 1))
 print(os.environ["ORT_DISABLE_TELEMETRY"])
 """
     environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dragoman_training.config import TrainConfig
+from dragoman_training.config import ModelConfig, TrainConfig
 from dragoman_training.errors import CheckpointError, ConfigError
 
 # Settings that may differ when a run is resumed with --allow-change; of data, schedule and loop all may.
@@ -58,7 +59,10 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Change
     """The settings in which two config.json differ, named as in a configuration file; files by ``data.NAME.sha256``."""
     try:
         (old, old_files), (new, new_files) = (
-            ({"model": r["model"], **r["training"], "processes": r["processes"]}, {"data": r["data"]})
+            (
+                {"model": asdict(ModelConfig(**r["model"])), **r["training"], "processes": r["processes"]},
+                {"data": r["data"]},
+            )
             for r in (saved, now)
         )
     except (KeyError, TypeError) as error:

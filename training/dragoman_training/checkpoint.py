@@ -23,7 +23,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -263,9 +263,7 @@ def load_model(folder: Path) -> LoadedCheckpoint:
         if record["format"] != FORMAT:
             raise CheckpointError(f"{folder} has format {record['format']}: this version reads {FORMAT}")
         config = ModelConfig(**record["model"])
-        if missing := {f.name for f in fields(SpecialIds)} - record["special_ids"].keys():
-            raise CheckpointError(f"{folder}/config.json lacks special_ids.{min(missing)}")
-        special = SpecialIds(**{**record["special_ids"], "unused": tuple(record["special_ids"]["unused"])})
+        special = SpecialIds.from_record(record["special_ids"])
         limits = record["limits"]["max_source_tokens"], record["limits"]["max_target_tokens"]
     except (KeyError, TypeError, AttributeError) as error:  # the latter two for a value of another type
         raise CheckpointError(f"{folder}/config.json is incomplete: {error}") from error

@@ -15,7 +15,7 @@ from typing import Any
 
 from dragoman_training.errors import ConfigError
 
-ACTIVATIONS = ("relu", "gelu", "silu")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 TIED_EMBEDDINGS = ("none", "target", "all")
 TOKENIZER_KINDS = ("unigram", "bpe", "plain")
 TOKENIZER_UNITS = ("character", "piece")
@@ -94,6 +94,11 @@ class ModelShape:
     norm_first: bool = True
     tied_embeddings: str = "target"  # "target": target embedding = projection; "all": source embedding too
     position_base: float = 10000.0  # the longest wavelength of the positions / 2 pi: fit it to the texts' length
+    first_position: int = 0  # what the first token's position is called
+    num_positions: int = 0  # above 0: so many positions are learned on each side, instead of waves without a limit
+    scaled_embeddings: bool = True  # embeddings are multiplied by sqrt(d_model)
+    embedding_norm: bool = False  # a norm behind the sum of embedding and position, on each side
+    layer_norm_epsilon: float = 1e-5
 
     def __post_init__(self) -> None:
         require_positive("model", self, "d_model", "num_heads", "ffn_dim", most=MOST_WIDTH)
@@ -103,6 +108,15 @@ class ModelShape:
         require_choice("model.activation", self.activation, ACTIVATIONS)
         base = self.position_base
         require(math.isfinite(base) and base > 1, "model.position_base", base, "it must be above 1")
+        for name in ("first_position", "num_positions"):
+            value = getattr(self, name)
+            require(0 <= value <= MOST_TEXT_TOKENS, f"model.{name}", value, f"it must be from 0 to {MOST_TEXT_TOKENS}")
+        learned = self.num_positions > 0 and self.first_position > 0
+        require(
+            not learned, "model.first_position", self.first_position, "learned positions count from 0: leave it out"
+        )
+        epsilon = self.layer_norm_epsilon
+        require(0 < epsilon < 1, "model.layer_norm_epsilon", epsilon, "it must be above 0 and below 1")
         require_choice("model.tied_embeddings", self.tied_embeddings, TIED_EMBEDDINGS)
         multiple = self.d_model % self.num_heads == 0
         require(multiple, "model.d_model", self.d_model, f"it must be a multiple of num_heads ({self.num_heads})")
@@ -338,6 +352,9 @@ class TrainConfig:
             self.data.batch_tokens,
             f"it must hold a longest row ({longest} tokens) for each worker: at least {least}",
         )
+        positions = self.model.num_positions
+        remedy = f"the longest text has {longest} tokens: raise it to that, or leave it out"
+        require(positions == 0 or positions >= longest, "model.num_positions", positions, remedy)
         if self.model.tied_embeddings == "all":
             one_vocabulary = self.tokenizer.kind != "plain" and self.tokenizer.joint
             remedy = "source and target need one vocabulary: set tokenizer.joint, or choose target or none"

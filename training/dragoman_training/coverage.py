@@ -24,9 +24,8 @@ def attention_weights(model: Transformer, source: Sequence[int], read: Sequence[
     heads, device = model.config.num_heads, next(model.parameters()).device
     lengths = torch.tensor([len(source)], dtype=torch.int32, device=device)
     memory = model.encode(torch.tensor([list(source)], device=device), lengths)  # (1, S, D)
-    x = model.embed(
-        model.target_embedding, torch.tensor([list(read)], device=device), torch.arange(len(read), device=device)
-    )  # (1, T, D)
+    positions = torch.arange(len(read), device=device)
+    x = model.embed_target(torch.tensor([list(read)], device=device), positions)  # (1, T, D)
     *below, last = model.decoder_layers()
     for layer in below:
         x = layer(x, layer.cross_attention.keys_values(memory), lengths)

@@ -155,9 +155,9 @@ class Datasets:
         return dataset
 
 
-def encode_source(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The source sequence: tokens, then ``</s>``."""
-    return [*tokenizer.encode(text), SPECIAL_IDS.eos]
+def encode_source(tokenizer: Tokenizer, text: str, special: SpecialIds = SPECIAL_IDS) -> list[int]:
+    """The source sequence: tokens, then ``</s>``, or what else ``special`` has around them."""
+    return special.source(tokenizer.encode(text))
 
 
 def encode_chunk(

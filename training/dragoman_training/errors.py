@@ -5,6 +5,7 @@ TrainingError
 |- DataError          training, validation or test files
 |- CheckpointError    a run or checkpoint folder
 |- DecodingError      a search that may choose no token
+|- ModelImportError   a model of another toolkit
 """
 
 from __future__ import annotations
@@ -28,3 +29,7 @@ class CheckpointError(TrainingError):
 
 class DecodingError(TrainingError):
     """A search that may choose no token: what is suppressed and required leaves nothing."""
+
+
+class ModelImportError(TrainingError):
+    """A model of another toolkit that cannot be read, or that has parts which this package's model lacks."""

@@ -1,14 +1,16 @@
 """The encoder-decoder transformer (Vaswani et al. 2017), top to bottom in one file.
 
-It has no length limit: sinusoidal positions are computed, not looked up in a table. It knows neither tokenizers nor
-search; ``decode.py`` searches, ``data.py`` makes batches. Shapes: B rows, S source and T target positions, D width,
-H heads of size Dh, V vocabulary, R rows of a decoding step, C cache capacity, L source capacity.
+It has no length limit: sinusoidal positions are computed, not looked up in a table, unless ``num_positions`` asks for
+one, whose length is the limit then. It knows neither tokenizers nor search; ``decode.py`` searches, ``data.py`` makes
+batches. Shapes: B rows, S source and T target positions, D width, H heads of size Dh, V vocabulary, R rows of a
+decoding step, C cache capacity, L source capacity.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -19,7 +21,12 @@ from dragoman_training.attention import AttentionOps, TorchAttention, split_head
 from dragoman_training.config import ModelConfig
 from dragoman_training.dropout import Dropout
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
 
 
 class KeyValue(NamedTuple):
@@ -40,6 +47,11 @@ def sinusoidal_positions(positions: Tensor, width: int, base: float = 10000.0) -
     rate = torch.exp(torch.arange(half, device=positions.device) * (-math.log(base) / max(half - 1, 1)))
     angle = positions.to(torch.float32)[..., None] * rate
     return torch.cat([torch.sin(angle), torch.cos(angle)], dim=-1)
+
+
+def layer_norm(config: ModelConfig) -> nn.LayerNorm:
+    """A norm of the model's width."""
+    return nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
 
 
 class Attention(nn.Module):
@@ -101,7 +113,7 @@ class Residual(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.d_model)
+        self.norm = layer_norm(config)
         self.norm_first = config.norm_first
         self.dropout = Dropout(config.dropout)
 
@@ -178,8 +190,13 @@ class Transformer(nn.Module):
         self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
         self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
         # With the norm first, the residual stream itself is never normalised: one norm closes each stack.
-        self.encoder_norm = nn.LayerNorm(d_model) if config.norm_first else nn.Identity()
-        self.decoder_norm = nn.LayerNorm(d_model) if config.norm_first else nn.Identity()
+        self.encoder_norm = layer_norm(config) if config.norm_first else nn.Identity()
+        self.decoder_norm = layer_norm(config) if config.norm_first else nn.Identity()
+        self.source_norm = layer_norm(config) if config.embedding_norm else nn.Identity()
+        self.target_norm = layer_norm(config) if config.embedding_norm else nn.Identity()
+        self.source_positions, self.target_positions = (
+            nn.Embedding(config.num_positions, d_model) if config.num_positions else None for _ in range(2)
+        )
         self.projection = nn.Linear(d_model, config.target_vocab_size)
         if config.tied_embeddings != "none":
             self.projection.weight = self.target_embedding.weight
@@ -192,7 +209,8 @@ class Transformer(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        for embedding in (self.source_embedding, self.target_embedding):  # last: tied to the projection
+        tables = [table for table in (self.source_positions, self.target_positions) if table is not None]
+        for embedding in (self.source_embedding, self.target_embedding, *tables):  # last: tied to the projection
             nn.init.normal_(embedding.weight, std=self.config.d_model**-0.5)
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
@@ -205,15 +223,30 @@ class Transformer(nn.Module):
             if isinstance(module, Attention):
                 module.ops = ops
 
-    def embed(self, embedding: nn.Embedding, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens (B, T) at positions (B, T) or (T,) to (B, T, D)."""
-        scaled = embedding(tokens) * math.sqrt(self.config.d_model)
-        waves = sinusoidal_positions(positions, self.config.d_model, self.config.position_base)
-        return cast(Tensor, self.dropout(scaled + waves.to(scaled.dtype)))
+    def embed_source(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """What the encoder reads: tokens (B, S) at positions (S,), which count from 0, to (B, S, D)."""
+        x = self._placed(self.source_embedding(tokens), self.source_positions, positions)
+        return cast(Tensor, self.dropout(self.source_norm(x)))
+
+    def embed_target(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """What the decoder reads: tokens (B, T) at positions (B, T) or (T,), which count from 0, to (B, T, D)."""
+        x = self._placed(self.target_embedding(tokens), self.target_positions, positions)
+        return cast(Tensor, self.dropout(self.target_norm(x)))
+
+    def _placed(self, embedded: Tensor, table: nn.Embedding | None, positions: Tensor) -> Tensor:
+        """Embeddings (B, T, D), scaled, plus the vectors of their positions."""
+        config = self.config
+        if config.scaled_embeddings:
+            embedded = embedded * math.sqrt(config.d_model)
+        if table is not None:  # padding may lie behind the last position: what it gets means nothing
+            return embedded + cast(Tensor, table(positions.clamp(max=config.num_positions - 1)))
+        if config.first_position:
+            positions = positions + config.first_position
+        return embedded + sinusoidal_positions(positions, config.d_model, config.position_base).to(embedded.dtype)
 
     def encode(self, source: Tensor, lengths: Tensor) -> Tensor:
         """source (B, S), right-padded, and true lengths (B,) to the encoder output (B, S, D)."""
-        x = self.embed(self.source_embedding, source, torch.arange(source.shape[1], device=source.device))
+        x = self.embed_source(source, torch.arange(source.shape[1], device=source.device))
         for layer in self.encoder:
             x = layer(x, lengths)
         return cast(Tensor, self.encoder_norm(x))
@@ -224,7 +257,7 @@ class Transformer(nn.Module):
 
     def decode_hidden(self, target: Tensor, memory: Tensor, lengths: Tensor) -> Tensor:
         """The decoder's last hidden states for a known target (B, T): (B, T, D)."""
-        x = self.embed(self.target_embedding, target, torch.arange(target.shape[1], device=target.device))
+        x = self.embed_target(target, torch.arange(target.shape[1], device=target.device))
         for layer, keys_values in zip(self.decoder_layers(), self.keys_values(memory), strict=True):
             x = layer(x, keys_values, lengths)
         return cast(Tensor, self.decoder_norm(x))
@@ -242,7 +275,7 @@ class Transformer(nn.Module):
         C > cached;
         memory: 2 x (R, H, L, Dh) a layer; lengths: (R,) int32 source lengths. Returns (R, V) and the updated caches.
         """
-        x = self.embed(self.target_embedding, tokens[:, None], cached[:, None])  # (R, 1, D)
+        x = self.embed_target(tokens[:, None], cached[:, None])  # (R, 1, D)
         present = []
         for layer, layer_past, layer_memory in zip(self.decoder_layers(), past, memory, strict=True):
             x, layer_present = layer.step(x, layer_past, cached, layer_memory, lengths)

@@ -36,23 +36,13 @@ def run_record(
     processes: int = 1,
 ) -> dict[str, Any]:
     """The content of config.json. ``data`` tells what the files hold; ``history`` gets what ``--resume`` changed."""
-    files = file_names(*tokenizers)
     training = config_record(config)
     del training["model"]  # "model" has it, with the vocabulary sizes
     return {
         "format": FORMAT,
         "model": asdict(model),
         "special_ids": special.as_dict(),
-        "tokenizers": {
-            side: {
-                "kind": tokenizer.kind,
-                "file": files[side],
-                "sha256": hashlib.sha256(tokenizer.to_bytes()).hexdigest(),
-                "num_tokens": len(tokenizer),
-                "normalization": tokenizer.normalization,
-            }
-            for side, tokenizer in zip(("source", "target"), tokenizers, strict=True)
-        },
+        "tokenizers": tokenizer_record(tokenizers),
         "limits": {
             "max_source_tokens": config.data.max_source_tokens,
             "max_target_tokens": config.data.max_target_tokens,
@@ -61,5 +51,25 @@ def run_record(
         "processes": processes,
         "data": json.loads(json.dumps(data)),
         "history": [],
-        "tools": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "tools": tool_record(),
     }
+
+
+def tokenizer_record(tokenizers: tuple[Tokenizer, Tokenizer]) -> dict[str, Any]:
+    """The file of each side, and what makes it the tokenizer of this model and no other."""
+    files = file_names(*tokenizers)
+    return {
+        side: {
+            "kind": tokenizer.kind,
+            "file": files[side],
+            "sha256": hashlib.sha256(tokenizer.to_bytes()).hexdigest(),
+            "num_tokens": len(tokenizer),
+            "normalization": tokenizer.normalization,
+        }
+        for side, tokenizer in zip(("source", "target"), tokenizers, strict=True)
+    }
+
+
+def tool_record() -> dict[str, str]:
+    """The versions of what computes."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}

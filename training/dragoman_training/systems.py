@@ -25,7 +25,7 @@ from dragoman_training.corpus import read_lines
 from dragoman_training.data import encode_source
 from dragoman_training.decode import Hypothesis, greedy_all
 from dragoman_training.errors import CheckpointError, DataError
-from dragoman_training.tokenizer import PlainTokenizer, Tokenizer
+from dragoman_training.tokenizer import SPECIAL_IDS, PlainTokenizer, SpecialIds, Tokenizer
 
 MOST_BEAMS = 1000  # no quality comes of wider beams, and each step sorts all their continuations
 REFUSALS = ("invalid_request", "source_too_long")
@@ -71,6 +71,7 @@ def translate(
     tokenizers: tuple[Tokenizer, Tokenizer],
     max_source_tokens: int,
     search: Callable[[list[list[int]]], list[Hypothesis]],
+    special: SpecialIds = SPECIAL_IDS,
 ) -> Outputs:
     """Tokenize, search, detokenize. ``search`` gets the accepted sources, closed by ``</s>``; its time is counted.
 
@@ -78,8 +79,9 @@ def translate(
     """
     source_tokenizer, target_tokenizer = tokenizers
     contents = [text.strip() for text in sources]
-    encoded = {n: encode_source(source_tokenizer, content) for n, content in enumerate(contents)}
-    encoded = {n: ids for n, ids in encoded.items() if len(ids) > 1}  # </s> alone: there is nothing to translate
+    encoded = {n: encode_source(source_tokenizer, content, special) for n, content in enumerate(contents)}
+    nothing = special.source([])  # </s> alone: there is nothing to translate
+    encoded = {n: ids for n, ids in encoded.items() if ids != nothing}
     accepted = [n for n, ids in encoded.items() if len(ids) <= max_source_tokens]
     start = time.perf_counter()
     found = dict(zip(accepted, search([encoded[n] for n in accepted]), strict=True))
@@ -116,7 +118,7 @@ class CheckpointSystem:
         """Decoded here and now."""
         checkpoint = self.checkpoint
         tokenizers = checkpoint.source_tokenizer, checkpoint.target_tokenizer
-        return translate(sources, tokenizers, checkpoint.max_source_tokens, self.search)
+        return translate(sources, tokenizers, checkpoint.max_source_tokens, self.search, checkpoint.special)
 
     def search(self, sources: list[list[int]]) -> list[Hypothesis]:
         """The best hypothesis of each source."""

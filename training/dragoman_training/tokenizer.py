@@ -4,9 +4,11 @@ The files are shared with the service, which has readers of its own. A plain voc
 
     {"kind": "plain", "unit": "character", "tokens": ["<pad>", "<s>", "</s>", "<unk>", "a", ...]}
 
-a SentencePiece model its own format (``*.model``). The four specials come first, always. Text that looks like a special
-is text: it never becomes that special's id. Sequence templates: a source is its tokens and ``</s>``; the decoder reads
-``SpecialIds.decoder_start`` and then the target's tokens; the labels are the target's tokens and ``</s>``.
+a SentencePiece model its own format (``*.model``). The four specials come first; those of a vocabulary that comes from
+elsewhere may be others, and anywhere: its file tells which (``"special": [0, 1, 2, 46], "unknown": 46``, and see
+listed.py). Text that looks like a special is text: it never becomes that special's id. Sequence templates: a source is
+its tokens and ``</s>``, or what ``SpecialIds`` has around it; the decoder reads ``SpecialIds.decoder_start`` and then
+the target's tokens; the labels are the target's tokens and ``</s>``.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ import heapq
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 import sentencepiece
 
 from dragoman_training.config import TokenizerConfig
 from dragoman_training.errors import CheckpointError, DataError
+from dragoman_training.listed import ListedSentencePieceTokenizer, check_listed
+from dragoman_training.protobuf import message_fields
 from dragoman_training.sampling import Sampler
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
@@ -34,6 +38,7 @@ TRAINING_LINES = 1_000_000
 TRAINING_CHARACTERS = {"bpe": 50_000_000, "unigram": 20_000_000}
 LONGEST_LINE = 4192  # bytes: the library's default; it does not look at longer ones
 RESERVED = "\u2585"  # the library leaves out every line that holds it, without a word
+SUFFIXES = {"plain": "json", "sentencepiece": "model", "sentencepiece+vocab": "json"}
 TOO_FEW = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")  # the library's words
 
 
@@ -41,7 +46,9 @@ TOO_FEW = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")  # the libra
 class SpecialIds:
     """The ids with a meaning of their own. ``decoder_start`` is what the decoder reads first, everywhere.
 
-    ``unused`` are those that only round up the target embedding's size.
+    ``unused`` are those that no search may choose, such as those that only round up the target embedding's size;
+    ``producible`` those of pad, bos, unk and decoder_start that it may. ``source_start`` and ``source_end`` stand
+    around a source's tokens; ``pad``, behind a shorter source too, is an id of both sides.
     """
 
     pad: int = 0
@@ -50,15 +57,31 @@ class SpecialIds:
     unk: int = 3
     decoder_start: int = 1
     unused: tuple[int, ...] = ()
+    producible: tuple[int, ...] = ()
+    source_start: tuple[int, ...] = ()
+    source_end: tuple[int, ...] = (2,)
 
     @property
     def never_produced(self) -> tuple[int, ...]:
         """Ids that no search may choose."""
-        return tuple(sorted({self.pad, self.bos, self.unk, self.decoder_start, *self.unused} - {self.eos}))
+        named = {self.pad, self.bos, self.unk, self.decoder_start} - {*self.producible}
+        return tuple(sorted({*named, *self.unused} - {self.eos}))
+
+    def source(self, tokens: Iterable[int]) -> list[int]:
+        """A source's tokens with what stands around them."""
+        return [*self.source_start, *tokens, *self.source_end]
 
     def as_dict(self) -> dict[str, object]:
         """As stored in a checkpoint's config.json."""
-        return {**asdict(self), "unused": list(self.unused)}
+        return {name: list(ids) if isinstance(ids, tuple) else ids for name, ids in asdict(self).items()}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> SpecialIds:
+        """Those of a checkpoint's config.json; what came later has its default. Raises TypeError for one without."""
+        if missing := {"pad", "bos", "eos", "unk", "decoder_start", "unused"} - record.keys():
+            raise TypeError(f"it lacks special_ids.{min(missing)}")
+        fields: dict[str, Any] = {n: tuple(ids) if isinstance(ids, list) else ids for n, ids in record.items()}
+        return cls(**fields)
 
 
 SPECIAL_IDS = SpecialIds()
@@ -67,7 +90,7 @@ SPECIAL_IDS = SpecialIds()
 class Tokenizer(Protocol):
     """One vocabulary. ``encode`` adds no specials; ``decode`` leaves no trace of ``<pad>``, ``<s>`` and ``</s>``."""
 
-    kind: str  # "plain" or "sentencepiece": how the file is read
+    kind: str  # "plain", "sentencepiece" or "sentencepiece+vocab": how the file is read
     normalization: str  # the rule by which text is changed before it is split; "identity" for none
 
     def __len__(self) -> int: ...
@@ -82,18 +105,23 @@ class PlainTokenizer:
     kind = "plain"
     normalization = "identity"
 
-    def __init__(self, unit: str, tokens: Sequence[str]) -> None:
+    def __init__(
+        self, unit: str, tokens: Sequence[str], special: Sequence[int] = (), unknown: int = SPECIAL_IDS.unk
+    ) -> None:
+        """``special`` are ids, ``unknown`` among them; without any, the four specials come first."""
         if unit not in ("character", "piece"):
             raise CheckpointError(f"tokenizer unit is {unit!r}: choose character or piece")
-        if tuple(tokens[: len(SPECIAL_TOKENS)]) != SPECIAL_TOKENS:
+        if not special and tuple(tokens[: len(SPECIAL_TOKENS)]) != SPECIAL_TOKENS:
             raise CheckpointError(f"tokens start with {list(tokens[:4])}: they must start with {list(SPECIAL_TOKENS)}")
+        self.special = frozenset(special or range(len(SPECIAL_TOKENS)))
+        check_listed(tokens, self.special, unknown)
         self.unit = unit
         self.tokens = tuple(tokens)
-        self._ids = {token: index for index, token in enumerate(tokens) if index >= len(SPECIAL_TOKENS)}
-        if len(self._ids) + len(SPECIAL_TOKENS) != len(self.tokens) or set(SPECIAL_TOKENS) & self._ids.keys():
-            raise CheckpointError(f"{len(self.tokens)} tokens are not all different: each may be there once")
+        self.unknown = unknown
+        self._has_four = not special
+        self._ids = {token: index for index, token in enumerate(tokens) if index not in self.special}
         for token in self._ids:
-            if (unit == "character" and len(token) != 1) or (unit == "piece" and (not token or " " in token)):
+            if (unit == "character" and len(token) != 1) or (unit == "piece" and " " in token):
                 raise CheckpointError(f"token {token!r} is no {unit}: build the vocabulary from text again")
 
     def __len__(self) -> int:
@@ -109,16 +137,19 @@ class PlainTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text's tokens; a token outside the vocabulary becomes ``<unk>``."""
-        return [self._ids.get(token, SPECIAL_IDS.unk) for token in split_text(self.unit, text)]
+        return [self._ids.get(token, self.unknown) for token in split_text(self.unit, text)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; ``<pad>``, ``<s>`` and ``</s>`` leave no trace, ``<unk>`` shows as U+FFFD."""
-        parts = ["\ufffd" if i == SPECIAL_IDS.unk else self.tokens[i] for i in ids if i >= SPECIAL_IDS.unk]
+        """Text of the ids; special tokens leave no trace, but for ``<unk>``, which shows as U+FFFD."""
+        shown = (i for i in ids if i == self.unknown or i not in self.special)
+        parts = ["\ufffd" if i == self.unknown else self.tokens[i] for i in shown]
         return ("" if self.unit == "character" else " ").join(parts)
 
     def to_bytes(self) -> bytes:
         """The file described above."""
-        content = {"kind": "plain", "unit": self.unit, "tokens": list(self.tokens)}
+        content: dict[str, object] = {"kind": "plain", "unit": self.unit, "tokens": list(self.tokens)}
+        if not self._has_four:
+            content |= {"special": sorted(self.special), "unknown": self.unknown}
         return (json.dumps(content, ensure_ascii=False) + "\n").encode("utf-8")
 
     @classmethod
@@ -128,7 +159,8 @@ class PlainTokenizer:
             content = json.loads(data)
             if content["kind"] != "plain":
                 raise CheckpointError(f"kind is {content['kind']!r}: this reader knows plain")
-            return cls(content["unit"], content["tokens"])
+            others = {name: content[name] for name in ("special", "unknown") if name in content}
+            return cls(content["unit"], content["tokens"], **others)
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"not a plain vocabulary: {error}") from error
 
@@ -255,38 +287,6 @@ def drawn_lines(lines: Iterable[str], most_lines: int, most_characters: int, ran
     return [line for _, _, line in kept]
 
 
-def message_fields(message: bytes) -> dict[int, bytes]:
-    """The bytes fields of a protobuf message by number, the last of each; ``IndexError`` where it is cut off.
-
-    The library's own reader of its files needs one certain version of protobuf, which is not for this package to
-    choose. The format: https://protobuf.dev/programming-guides/encoding/
-    """
-    fields: dict[int, bytes] = {}
-    position = 0
-
-    def varint() -> int:
-        nonlocal position
-        value = shift = 0
-        while True:
-            byte = message[position]
-            position += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while position < len(message):
-        tag = varint()
-        if tag & 7 == 0:
-            varint()
-            continue
-        length = {1: 8, 5: 4}.get(tag & 7) or varint()
-        if tag & 7 == 2:
-            fields[tag >> 3] = message[position : position + length]
-        position += length
-    return fields
-
-
 def train_tokenizers(
     config: TokenizerConfig, pairs: Callable[[], Iterable[tuple[str, str]]], seed: int
 ) -> tuple[Tokenizer, Tokenizer]:
@@ -310,23 +310,30 @@ def train_tokenizers(
 def file_names(source: Tokenizer, target: Tokenizer) -> dict[str, str]:
     """What the files of each side are called in a checkpoint: one file when the sides share a tokenizer."""
     if source is target:
-        return {"source": "tokenizer.model", "target": "tokenizer.model"}
-    suffixes = {"plain": "json", "sentencepiece": "model"}
-    return {
-        side: f"{side}.tokenizer.{suffixes[tokenizer.kind]}"
-        for side, tokenizer in (("source", source), ("target", target))
-    }
+        name = f"tokenizer.{SUFFIXES[source.kind]}"
+        return {"source": name, "target": name}
+    sides = (("source", source), ("target", target))
+    return {side: f"{side}.tokenizer.{SUFFIXES[tokenizer.kind]}" for side, tokenizer in sides}
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer file by its ending; ``CheckpointError`` naming the file otherwise."""
+    """Read a tokenizer file, by its ending and, of JSON, its kind; ``CheckpointError`` naming the file otherwise."""
     try:
         data = path.read_bytes()
-        return SentencePieceTokenizer(data) if path.suffix == ".model" else PlainTokenizer.from_bytes(data)
+        if path.suffix == ".model":
+            return SentencePieceTokenizer(data)
+        return (ListedSentencePieceTokenizer if _is_listed(data) else PlainTokenizer).from_bytes(data)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except CheckpointError as error:
         raise CheckpointError(f"{path} is no tokenizer file: {error}") from error
+
+
+def _is_listed(data: bytes) -> bool:
+    try:
+        return bool(json.loads(data)["kind"] == ListedSentencePieceTokenizer.kind)
+    except (ValueError, KeyError, TypeError):  # whatever it is, the other reader tells
+        return False
 
 
 def split_text(unit: str, text: str) -> list[str]:

@@ -28,6 +28,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dragoman.bundle import TextRules
     from dragoman_export.exporter import ExportResult
     from dragoman_export.shortlist import ShortlistOptions
 
@@ -104,6 +105,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="how many target tokens a source token brings into the shortlist (default: 50)",
+    )
+    parser.add_argument(
+        "--source-language",
+        metavar="CODE",
+        help="the language of the sources, as a code of ISO 639, such as en: servers can split their sentences then",
+    )
+    parser.add_argument(
+        "--target-language", metavar="CODE", help="that of the answers, where they are of one (with --source-language)"
+    )
+    parser.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="each sentence of a text is answered by itself, unless a server or request says otherwise: for models of "
+        "single sentences (with --source-language)",
+    )
+    parser.add_argument(
+        "--protect-with",
+        type=lambda names: tuple(names.split(",")),
+        metavar="LIST",
+        help="what the model reads in the place of what a request protects, in the order of trying, with commas "
+        "between: braces, as in {0}; code, such as X27; itself, the text as it is (default: braces,code,itself; with "
+        "--source-language)",
     )
     parser.add_argument("--notice", type=Path, metavar="FILE", help="a licence notice to carry in the bundle")
     parser.add_argument("--quiet", action="store_true", help="do not tell on stderr what is being done")
@@ -186,10 +209,28 @@ def _export(args: argparse.Namespace) -> None:
         quality=_quality(args.quality) if args.quality else None,
         notice=args.notice.read_bytes() if args.notice else None,
         alignment=args.alignment,
+        texts=_texts(args),
         shortlist=_shortlist(args.shortlist, args.shortlist_candidates) if args.shortlist else None,
     )
     checkpoint = load_model(args.checkpoint)
     _report(export(checkpoint, options, args.out, overwrite=args.force, tell=_teller(quiet=args.quiet)))
+
+
+def _texts(args: argparse.Namespace) -> TextRules | None:
+    from dragoman.bundle import PROTECTION_KINDS, TextRules
+    from dragoman_export.errors import ExportError
+
+    if args.source_language is not None:
+        kinds = PROTECTION_KINDS if args.protect_with is None else args.protect_with
+        return TextRules(args.source_language, args.target_language, args.split_sentences, kinds)
+    for flag, value in (
+        ("--target-language", args.target_language),
+        ("--split-sentences", args.split_sentences),
+        ("--protect-with", args.protect_with),
+    ):
+        if value:
+            raise ExportError(f"{flag} was given without --source-language: give it, too")
+    return None
 
 
 def _report(result: ExportResult) -> None:

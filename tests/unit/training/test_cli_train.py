@@ -51,7 +51,7 @@ def test_an_existing_folder_needs_resume(toy: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "a preset (base, deep_shallow, g2p-en, small, tiny)"),
+        ([], "a preset (base, deep_shallow, en-de, g2p-en, small, tiny)"),
         (["toy.toml"], "--out is missing"),
         (["toy.toml", "run"], "unexpected 'run'"),
         (["toy.toml", "--out", "run", "--set", "loop.sed=1"], "known here"),
@@ -86,7 +86,7 @@ def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     """Each with what it is for."""
     assert run_command(train, "--list") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["base", "deep_shallow", "g2p-en", "small", "tiny"]
+    assert [line.split()[0] for line in lines] == ["base", "deep_shallow", "en-de", "g2p-en", "small", "tiny"]
     assert all(len(line) > 30 for line in lines)
 
 

@@ -47,7 +47,11 @@ def test_a_file_is_read(toy: Path) -> None:
         ("[loop]", "[loop", ["no valid TOML"]),
         ("[model]", "[[model]]", ["model", "must be a table"]),
         # choices
-        ("d_model = 8", 'd_model = 8\nactivation = "tanh"', ["model.activation", "'tanh'", "relu, gelu, silu"]),
+        (
+            "d_model = 8",
+            'd_model = 8\nactivation = "tanh"',
+            ["model.activation", "'tanh'", "relu, gelu, gelu_tanh, silu"],
+        ),
         ("d_model = 8", 'd_model = 8\ntied_embeddings = "both"', ["tied_embeddings", "none, target, all"]),
         ('"piece"', '"word"', ["tokenizer.target_unit", "'word'", "character, piece"]),
         ('"plain"', '"wordpiece"', ["tokenizer.kind", "'wordpiece'", "unigram, bpe, plain"]),
@@ -63,6 +67,10 @@ def test_a_file_is_read(toy: Path) -> None:
         ("d_model = 8", "d_model = 8\nattention_dropout = -0.1", ["model.attention_dropout is -0.1", "at least 0"]),
         ("d_model = 8", "d_model = 8\nactivation_dropout = nan", ["model.activation_dropout is nan"]),
         ("d_model = 8", "d_model = 8\nposition_base = 1.0", ["model.position_base is 1.0", "above 1"]),
+        ("d_model = 8", "d_model = 8\nfirst_position = -1", ["model.first_position is -1", "from 0 to 16384"]),
+        ("d_model = 8", "d_model = 8\nnum_positions = 7", ["model.num_positions is 7", "8 tokens"]),
+        ("d_model = 8", "d_model = 8\nnum_positions = 8\nfirst_position = 1", ["model.first_position is 1", "leave"]),
+        ("d_model = 8", "d_model = 8\nlayer_norm_epsilon = 0.0", ["model.layer_norm_epsilon is 0.0", "above 0"]),
         ("batch_tokens = 64", "batch_tokens = 15", ["data.batch_tokens is 15", "8 tokens", "at least 16"]),
         ("batch_tokens = 64", "batch_tokens = 64\nlength_spread = -1.0", ["data.length_spread is -1.0"]),
         ('"dev.source"', '""', ["data.dev_source is ''", "name a file"]),
@@ -193,7 +201,7 @@ def test_a_preset_has_its_documented_shape(name: str, shape: tuple[int, ...]) ->
 
 def test_every_preset_loads_by_name_and_says_what_it_is_for() -> None:
     """A preset is found without a path and passes all checks; its first line is its description."""
-    assert set(preset_names()) == {"tiny", "small", "base", "deep_shallow", "g2p-en"}
+    assert set(preset_names()) == {"tiny", "small", "base", "deep_shallow", "en-de", "g2p-en"}
     for name in preset_names():
         assert load_config(name).schedule.steps > 0
         assert len(preset_summary(name)) > 20

@@ -1,13 +1,12 @@
 """Two processes against one."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.processes import torchrun
 
 from dragoman_training.config import LoopConfig
 from dragoman_training.distributed import Group, join
@@ -20,11 +19,8 @@ SCRIPT = Path(__file__).with_name("torchrun_script.py")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """The results of the script by number of processes: two started by torchrun; this one, with two workers."""
     file = tmp_path_factory.mktemp("torchrun") / "two.pt"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", SCRIPT, file], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = torchrun(2, SCRIPT, file, cwd=file.parent)
+    assert done.status == 0, done.err
     spec = importlib.util.spec_from_file_location("torchrun_script", SCRIPT)
     assert spec is not None
     assert spec.loader is not None

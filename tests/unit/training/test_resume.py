@@ -5,8 +5,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.processes import start
 
 from dragoman_training import checkpoint, data, shards, tokenizer
 from dragoman_training.averaging import average_checkpoints, newest_checkpoints
@@ -130,7 +129,6 @@ trainer.Trainer.step = counted(trainer.Trainer.step)
 def test_killed_at_any_moment_it_resumes_to_equal_weights(toy_with_everything: Path, settings: list[str]) -> None:
     """SIGKILL in a step and while writing, again and again, each time restarted: bit-equal to a run without a stop."""
     toy = toy_with_everything
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     rng = random.Random(str(settings))
     # The start is a dozen flushes, a validation with its checkpoint 4 steps and a dozen flushes: killed at the start,
     # after a checkpoint, and once more.
@@ -138,8 +136,7 @@ def test_killed_at_any_moment_it_resumes_to_equal_weights(toy_with_everything: P
         resume = ["--resume"] if (toy / "killed" / "config.json").exists() else []
         changes = [word for setting in settings for word in ("--set", setting)]
         arguments = ["toy.toml", "--out", "killed", *changes, *resume, str(moments)]
-        done = subprocess.run([sys.executable, "-c", KILLED + PROGRAM, *arguments], env=environment, check=False)
-        assert done.returncode == -signal.SIGKILL
+        assert start(KILLED + PROGRAM, *arguments, cwd=toy).wait().status == -signal.SIGKILL
         if (toy / "killed" / "last").exists():
             checkpoint.load_model(toy / "killed" / "last")
     assert (toy / "killed" / "last").exists()
@@ -157,15 +154,14 @@ def count_lines(path: Path) -> int:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_ends_in_order(toy: Path, number: signal.Signals, status: int) -> None:
     """The process ends with its documented status and leaves a checkpoint that loads."""
-    arguments = [sys.executable, "-c", PROGRAM, "toy.toml", "--out", "run", "--set", "schedule.steps=100_000"]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    process = start(PROGRAM, "toy.toml", "--out", "run", "--set", "schedule.steps=100_000", cwd=toy)
     while count_lines(toy / "run" / "metrics.jsonl") < 1:
-        assert process.poll() is None
+        assert process.running
         time.sleep(0.01)
     process.send_signal(number)
-    _, errors = process.communicate()
-    assert process.returncode == status, errors
-    assert "--resume" in errors
+    done = process.wait()
+    assert done.status == status, done.err
+    assert "--resume" in done.err
     state = checkpoint.load_state(toy / "run" / "last")
     assert (toy / "run" / "last").readlink().name == f"step-{state['progress']['step']:08d}"
     assert checkpoint.load_model(toy / "run").max_source_tokens == 8

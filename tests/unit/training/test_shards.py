@@ -1,8 +1,6 @@
 """Token shards: what they hold, when they are made, reused and made again."""
 
 import signal
-import subprocess
-import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.processes import start
 
 from dragoman_training import data
 from dragoman_training.config import TrainConfig
@@ -197,8 +196,8 @@ def test_a_killed_build_leaves_nothing_that_looks_whole(toy: Path, config: Train
         "data.write_shards = kill\n"
         "data.load_datasets(load_config('toy.toml'), Path('run'))\n"
     )
-    killed = subprocess.run([sys.executable, "-c", program], cwd=toy, capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed = start(program, cwd=toy).wait()
+    assert killed.status == -signal.SIGKILL, killed.err
     (left,) = shard_folders(toy)
     assert left.name.startswith(".writing-")
     load_datasets(config, toy / "run")
@@ -258,10 +257,8 @@ def test_processes_that_start_together_build_once(toy: Path) -> None:
         "from dragoman_training.data import load_datasets\n"
         "print(sum(map(sum, load_datasets(load_config('toy.toml'), Path('run')).train[0])))\n"
     )
-    start = [sys.executable, "-c", program]
-    pipe = subprocess.PIPE
-    processes = [subprocess.Popen(start, stdout=pipe, stderr=pipe, text=True, cwd=toy) for _ in range(2)]
-    results = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], results
-    assert results[0][0] == results[1][0]
-    assert sum(error.count("tokenizing") for _, error in results) == 1
+    processes = [start(program, cwd=toy) for _ in range(2)]
+    results = [process.wait() for process in processes]
+    assert [result.status for result in results] == [0, 0], results
+    assert results[0].out == results[1].out
+    assert sum(result.err.count("tokenizing") for result in results) == 1

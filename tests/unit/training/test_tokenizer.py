@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from dragoman_training import tokenizer
 from dragoman_training.config import TokenizerConfig
 from dragoman_training.errors import CheckpointError, DataError
+from dragoman_training.protobuf import message_fields
 from dragoman_training.tokenizer import (
     LONGEST_LINE,
     SPECIAL_IDS,
     PlainTokenizer,
     SentencePieceTokenizer,
+    SpecialIds,
     drawn_lines,
     file_names,
     load_tokenizer,
-    message_fields,
     train_tokenizers,
 )
 
@@ -119,6 +120,18 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, content: str) -> None
     (tmp_path / "t.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"t\.json"):
         load_tokenizer(tmp_path / "t.json")
+
+
+def test_special_ids_of_older_checkpoints_have_the_defaults_of_later_fields() -> None:
+    """And all come back as they were written, which JSON has lists for."""
+    old = {"pad": 0, "bos": 1, "eos": 2, "unk": 3, "decoder_start": 1, "unused": [6, 7]}
+    assert SpecialIds.from_record(old) == SpecialIds(unused=(6, 7))
+    assert SpecialIds(unused=(6, 7)).source([4, 5]) == [4, 5, 2]
+    other = SpecialIds(pad=9, bos=9, eos=0, unk=1, decoder_start=9, producible=(1,), source_start=(5,), source_end=())
+    assert SpecialIds.from_record(json.loads(json.dumps(other.as_dict()))) == other
+    assert other.never_produced == (9,) and other.source([4]) == [5, 4]
+    with pytest.raises(TypeError, match=r"lacks special_ids\.unk"):
+        SpecialIds.from_record({name: ids for name, ids in old.items() if name != "unk"})
 
 
 # -- SentencePiece ---------------------------------------------------------------------------------------------------

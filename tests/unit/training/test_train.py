@@ -91,22 +91,20 @@ def test_the_decoder_reads_one_start_id_in_training_and_decoding(toy: Path, monk
     """What the decoder is given first in training batches, in greedy and in beam search is config.json's constant."""
     trainer = Trainer(load_config("toy.toml"), toy / "run")
     first: dict[str, set[int]] = {"training": set(), "decoding": set()}
-    embed = Transformer.embed
+    embed = Transformer.embed_target
 
     def watched(kind: str) -> Callable[..., torch.Tensor]:
-        def wrapper(
-            model: Transformer, embedding: object, tokens: torch.Tensor, positions: torch.Tensor
-        ) -> torch.Tensor:
-            if embedding is model.target_embedding and int(positions.reshape(-1)[0]) == 0:
+        def wrapper(model: Transformer, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            if int(positions.reshape(-1)[0]) == 0:
                 first[kind] |= set(tokens[:, 0].tolist())
-            return embed(model, embedding, tokens, positions)  # type: ignore[arg-type]  # passed on as it came
+            return embed(model, tokens, positions)
 
         return wrapper
 
     with trainer.workers:
-        monkeypatch.setattr(Transformer, "embed", watched("training"))
+        monkeypatch.setattr(Transformer, "embed_target", watched("training"))
         trainer.step([[trainer.datasets.train[n] for n in range(3)]])
-    monkeypatch.setattr(Transformer, "embed", watched("decoding"))
+    monkeypatch.setattr(Transformer, "embed_target", watched("decoding"))
     model = trainer.model.eval()
     decode.greedy(model, [[4, 2], [5, 2]], 3, trainer.special)
     beam.beam_search(model, [4, 2], beam.BeamOptions(beam_size=2, max_new_tokens=3), trainer.special)

@@ -1,12 +1,10 @@
 """Several processes that train one model: the same run as with as many workers, written by one of them."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.processes import torchrun
 
 from dragoman_training import checkpoint
 from dragoman_training.configfile import load_config
@@ -14,7 +12,6 @@ from dragoman_training.train import train
 
 PROGRAM = "import argparse, sys; from dragoman_training.cli import train as t; p = argparse.ArgumentParser();"
 PROGRAM += "t.add_arguments(p); sys.exit(t.run(p.parse_args()))"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
 
 
 def losses(run: Path) -> list[float]:
@@ -29,19 +26,15 @@ def test_two_processes_train_like_two_workers(toy: Path) -> None:
     arguments = ["toy.toml", "--out", "processes", "--set", "loop.workers=1"]
     for setting in settings:
         arguments += ["--set", setting]
-    command = [*TORCHRUN, "--nproc-per-node", "2", "program.py", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("step 12 epoch") == 1
-    assert "2 processes of cpu" in done.stderr
+    done = torchrun(2, "program.py", *arguments, cwd=toy)
+    assert done.status == 0, done.err
+    assert done.err.count("step 12 epoch") == 1
+    assert "2 processes of cpu" in done.err
     assert losses(toy / "processes") == pytest.approx(losses(toy / "workers"), abs=1e-4)
     assert checkpoint.load_model(toy / "processes").max_source_tokens == 8
     longer = ["--resume", "--set", "schedule.steps=16", "--allow-change", "schedule.steps"]
-    done = subprocess.run(
-        [*command, *longer], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = torchrun(2, "program.py", *arguments, *longer, cwd=toy)
+    assert done.status == 0, done.err
     assert (toy / "processes" / "last").readlink().name == "step-00000016"
 
 
@@ -74,10 +67,8 @@ def test_a_failure_of_the_main_process_ends_all(toy: Path, before: str, settings
     """With its message and status, and none waits for one that does not come."""
     (toy / "program.py").write_text(before + PROGRAM)
     arguments = ["toy.toml", "--out", "run", "--set", "loop.workers=1", *settings]
-    command = [*TORCHRUN, "--nproc-per-node", "2", "program.py", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode != 0
-    assert "dragoman train: error: " in done.stderr
-    assert message in done.stderr
-    assert "exitcode  : 2" in done.stderr
+    done = torchrun(2, "program.py", *arguments, cwd=toy)
+    assert done.status != 0
+    assert "dragoman train: error: " in done.err
+    assert message in done.err
+    assert "exitcode  : 2" in done.err
