@@ -12,7 +12,7 @@
 set -euo pipefail
 
 words=(attention transformer queue giraffe language)
-sentences=("Where is the nearest station?" "I have two brothers and a sister." "She has never seen the sea.")
+sentences=("She has never seen the sea." "We missed the last train to Cologne." "The children are playing in front of the school.")
 streamed="The grey sloth tried to win a race but it was too slow."
 step=arguments advice="usage: bash deploy/quickstart.sh [--once]"
 interrupted=false

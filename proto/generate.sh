@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Regenerates service/dragoman/v1 from proto/dragoman/v1. The result is committed; a test fails when the two differ.
-# Needs the pinned grpcio-tools of the dev extra: other versions write other code.
+# Regenerates service/dragoman/v1 and service/dragoman/oip from proto/dragoman. The result is committed; a test fails when
+# the two differ. Needs the pinned grpcio-tools of the dev extra: other versions write other code, and newer ones code
+# that does not run beside protobuf 6.
 #
 #   bash proto/generate.sh [OUT]      OUT: the source root to write under; default: service
 #
@@ -16,6 +17,12 @@ site="$("$python" -c 'import google.rpc.status_pb2 as m, pathlib; print(pathlib.
 "$python" -m grpc_tools.protoc -I proto -I "$site" \
   --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" \
   proto/dragoman/v1/generation.proto
-if [ ! -e "$out/dragoman/v1/__init__.py" ]; then
-  echo '"""Generated from proto/dragoman/v1 by proto/generate.sh; the Python form of the wire contract."""' > "$out/dragoman/v1/__init__.py"
-fi
+# The servicers alone need no stubs of a client: calls are routed by name.
+"$python" -m grpc_tools.protoc -I proto \
+  --python_out="$out" --pyi_out="$out" \
+  proto/dragoman/oip/inference.proto
+describe() {
+  [ -e "$out/dragoman/$1/__init__.py" ] || echo "\"\"\"$2\"\"\"" >"$out/dragoman/$1/__init__.py"
+}
+describe v1 "Generated from proto/dragoman/v1 by proto/generate.sh; the Python form of the wire contract."
+describe oip "Generated from proto/dragoman/oip by proto/generate.sh. Not for processes that import tritonclient: same names."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dragoman.alignment import AlignmentPoint
+from dragoman.alignment import AlignmentPoint, Span
 from dragoman.types import FinishReason, Timing
 
 
@@ -21,7 +21,9 @@ class TextHypothesis:
     """One answer to one segment."""
 
     text: str
-    tokens: tuple[str, ...]  # with the prefix, without the end token; "<unk>" where the text has a copied word
+    # With the prefix, without the end token; "<unk>" where the text has a copied word, a substitute's where it has a
+    # protected span.
+    tokens: tuple[str, ...]
     finish_reason: FinishReason
     # If scores were asked for: what answers are ranked by (of beam search, the sum of log-probabilities divided by
     # length ** length_penalty, with the coverage penalty; else the sum); the log-probability of each token behind the
@@ -31,19 +33,22 @@ class TextHypothesis:
     log_probability: float | None = None
     alignment: tuple[AlignmentPoint, ...] = ()  # one for each token, if asked for
     top_tokens: tuple[tuple[TopToken, ...], ...] = ()  # for each score, if asked for
+    unprotected: tuple[Span, ...] = ()  # of the spans to protect, in characters of the whole text, those not in it once
 
 
 @dataclass(frozen=True, slots=True)
 class TextSegment:
     """One segment of the text (characters ``start`` to ``end``) and its answers, best first.
 
-    ``source_tokens`` are what the points of an alignment count, if one was asked for.
+    ``source_tokens`` are what the points of an alignment count, if one was asked for. ``continues``: the sentence goes
+    on in the next segment, as it was too long for the model.
     """
 
     start: int
     end: int
     hypotheses: tuple[TextHypothesis, ...]
     source_tokens: tuple[str, ...] = ()
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ class TextUpdate:
     hypothesis: int
     delta: str
     result: TextHypothesis | None = None
+    source: Span = (0, 0)  # where in the text the segment stands
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The typed client: text in, dataclasses out, errors as ``dragoman.errors``. ``AsyncClient``, and ``Client``.
 
-Both speak without encryption. A call without ``timeout`` (seconds) waits as long as the server does. Proxies that the
+Both speak as their ``ClientCredentials`` say: by default in the clear, without a token. A call without ``timeout`` (seconds) waits as long as the server does. Proxies that the
 environment names are not used: a target is dialled directly. An argument of a wrong type is an InvalidRequestError,
 before anything is sent.
 """
@@ -17,9 +17,12 @@ from typing import Any, Final, Self
 import grpc
 
 from dragoman.answer import TextResult, TextScore, TextUpdate
+from dragoman.client_credentials import PLAIN, ClientCredentials, open_async_channel, open_channel
 from dragoman.errors import ConfigError, DragomanError, InvalidRequestError
+from dragoman.model_status import ModelStatus
 from dragoman.servicers import wire
 from dragoman.servicers.status import error_of, error_of_rpc
+from dragoman.tokenization import TextToken, TokenizerSide
 from dragoman.types import MAX_PRIORITY, DecodingOptions
 from dragoman.v1 import generation_pb2 as pb
 from dragoman.v1.generation_pb2_grpc import GenerationServiceStub
@@ -84,6 +87,9 @@ class ModelInfo:
     target_tokenizer: TokenizerInfo
     batch_invariant: bool
     alignment: bool  # whether return_alignment may be asked for
+    source_language: str  # of ISO 639, as the next; empty where the model does not say
+    target_language: str
+    splits_sentences: bool  # unless a request says otherwise
 
 
 @contextmanager
@@ -99,11 +105,17 @@ def _dial(target: str) -> Iterator[None]:
 class AsyncClient:
     """Calls one server from one event loop. Any number of calls may run together. Every method raises DragomanError."""
 
-    def __init__(self, target: str, *, model: str = "", version: str = "") -> None:
-        """``target`` is ``HOST:PORT``; nothing is dialled before the first call. No model: the server's default."""
+    def __init__(
+        self, target: str, *, model: str = "", version: str = "", credentials: ClientCredentials = PLAIN
+    ) -> None:
+        """``target`` is ``HOST:PORT``; nothing is dialled before the first call. No model: the server's default.
+
+        Raises ConfigError for a target that is none, and for files of ``credentials`` that cannot be used.
+        """
         self._model, self._version = model, version
+        self._metadata = credentials.metadata
         with _dial(target):
-            self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+            self._channel = open_async_channel(target, credentials, _OPTIONS)
         self._stub: Any = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated code
 
     async def __aenter__(self) -> Self:
@@ -123,27 +135,32 @@ class AsyncClient:
         text: str,
         options: DecodingOptions = _GREEDY,
         *,
+        target_language: str = "",
         request_id: str = "",
         priority: int = 0,
         timeout: float | None = None,
     ) -> ServedResult:
-        """The answer to one text. Cancelling the task cancels the work on the server."""
-        request = _request(text, options, request_id, priority, self._model, self._version)
+        """The answer to one text, by a model of several languages in the one named.
+
+        Cancelling the task cancels the work on the server.
+        """
+        request = _request(text, options, target_language, request_id, priority, self._model, self._version)
         with _dragoman_errors():
-            return _result(await self._stub.Generate(request, timeout=_seconds(timeout)))
+            return _result(await self._stub.Generate(request, timeout=_seconds(timeout), metadata=self._metadata))
 
     async def stream(
         self,
         text: str,
         options: DecodingOptions = _GREEDY,
         *,
+        target_language: str = "",
         request_id: str = "",
         priority: int = 0,
         timeout: float | None = None,
     ) -> AsyncGenerator[TextUpdate | ServedResult]:
         """The answer piece by piece; the whole of it last. Closing the generator cancels the work on the server."""
-        request = _request(text, options, request_id, priority, self._model, self._version)
-        call = self._stub.StreamGenerate(request, timeout=_seconds(timeout))
+        request = _request(text, options, target_language, request_id, priority, self._model, self._version)
+        call = self._stub.StreamGenerate(request, timeout=_seconds(timeout), metadata=self._metadata)
         try:
             with _dragoman_errors():
                 async for message in call:
@@ -162,7 +179,7 @@ class AsyncClient:
         """The answers to many texts, in order; a text that failed alone has its error in its place."""
         request = _batch_request(texts, options, priority, self._model, self._version)
         with _dragoman_errors():
-            return _batch_results(await self._stub.BatchGenerate(request, timeout=_seconds(timeout)))
+            return _batch_results(await self._stub.BatchGenerate(request, timeout=_seconds(timeout), metadata=self._metadata))
 
     async def score(
         self, text: str, target: str, *, request_id: str = "", priority: int = 0, timeout: float | None = None
@@ -170,23 +187,48 @@ class AsyncClient:
         """How probable the model finds ``target`` as the answer to ``text``, each of one line."""
         request = _score_request(text, target, request_id, priority, self._model, self._version)
         with _dragoman_errors():
-            return _score(await self._stub.Score(request, timeout=_seconds(timeout)))
+            return _score(await self._stub.Score(request, timeout=_seconds(timeout), metadata=self._metadata))
 
     async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """What the model is."""
         request = _model_request(self._model, self._version)
         with _dragoman_errors():
-            return _model_info(await self._stub.GetModel(request, timeout=_seconds(timeout)))
+            return _model_info(await self._stub.GetModel(request, timeout=_seconds(timeout), metadata=self._metadata))
+
+    async def models(self, *, timeout: float | None = None) -> list[ModelStatus]:
+        """All versions of all models of the server, by name, the newest first; those too that load or failed to."""
+        request = pb.ListModelsRequest()
+        with _dragoman_errors():
+            return _models(await self._stub.ListModels(request, timeout=_seconds(timeout), metadata=self._metadata))
+
+    async def tokenize(
+        self,
+        text: str,
+        side: TokenizerSide = TokenizerSide.SOURCE,
+        *,
+        target_language: str = "",
+        timeout: float | None = None,
+    ) -> list[TextToken]:
+        """The tokens that the model makes of a text of one line; of a source, those of the template among them."""
+        request = _tokenize_request(text, side, target_language, self._model, self._version)
+        with _dragoman_errors():
+            return _tokens(await self._stub.Tokenize(request, timeout=_seconds(timeout), metadata=self._metadata))
 
 
 class Client:
     """``AsyncClient`` for code without an event loop. Any number of threads may share it."""
 
-    def __init__(self, target: str, *, model: str = "", version: str = "") -> None:
-        """``target`` is ``HOST:PORT``; nothing is dialled before the first call. No model: the server's default."""
+    def __init__(
+        self, target: str, *, model: str = "", version: str = "", credentials: ClientCredentials = PLAIN
+    ) -> None:
+        """``target`` is ``HOST:PORT``; nothing is dialled before the first call. No model: the server's default.
+
+        Raises ConfigError for a target that is none, and for files of ``credentials`` that cannot be used.
+        """
         self._model, self._version = model, version
+        self._metadata = credentials.metadata
         with _dial(target):
-            self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+            self._channel = open_channel(target, credentials, _OPTIONS)
         self._stub: Any = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated code
 
     def __enter__(self) -> Self:
@@ -206,27 +248,29 @@ class Client:
         text: str,
         options: DecodingOptions = _GREEDY,
         *,
+        target_language: str = "",
         request_id: str = "",
         priority: int = 0,
         timeout: float | None = None,
     ) -> ServedResult:
         """As ``AsyncClient.generate``."""
-        request = _request(text, options, request_id, priority, self._model, self._version)
+        request = _request(text, options, target_language, request_id, priority, self._model, self._version)
         with _dragoman_errors():
-            return _result(self._stub.Generate(request, timeout=_seconds(timeout)))
+            return _result(self._stub.Generate(request, timeout=_seconds(timeout), metadata=self._metadata))
 
     def stream(
         self,
         text: str,
         options: DecodingOptions = _GREEDY,
         *,
+        target_language: str = "",
         request_id: str = "",
         priority: int = 0,
         timeout: float | None = None,
     ) -> Iterator[TextUpdate | ServedResult]:
         """As ``AsyncClient.stream``."""
-        request = _request(text, options, request_id, priority, self._model, self._version)
-        call = self._stub.StreamGenerate(request, timeout=_seconds(timeout))
+        request = _request(text, options, target_language, request_id, priority, self._model, self._version)
+        call = self._stub.StreamGenerate(request, timeout=_seconds(timeout), metadata=self._metadata)
         try:
             with _dragoman_errors():
                 for message in call:
@@ -245,7 +289,7 @@ class Client:
         """As ``AsyncClient.batch``."""
         request = _batch_request(texts, options, priority, self._model, self._version)
         with _dragoman_errors():
-            return _batch_results(self._stub.BatchGenerate(request, timeout=_seconds(timeout)))
+            return _batch_results(self._stub.BatchGenerate(request, timeout=_seconds(timeout), metadata=self._metadata))
 
     def score(
         self, text: str, target: str, *, request_id: str = "", priority: int = 0, timeout: float | None = None
@@ -253,13 +297,32 @@ class Client:
         """As ``AsyncClient.score``."""
         request = _score_request(text, target, request_id, priority, self._model, self._version)
         with _dragoman_errors():
-            return _score(self._stub.Score(request, timeout=_seconds(timeout)))
+            return _score(self._stub.Score(request, timeout=_seconds(timeout), metadata=self._metadata))
 
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """As ``AsyncClient.model_info``."""
         request = _model_request(self._model, self._version)
         with _dragoman_errors():
-            return _model_info(self._stub.GetModel(request, timeout=_seconds(timeout)))
+            return _model_info(self._stub.GetModel(request, timeout=_seconds(timeout), metadata=self._metadata))
+
+    def models(self, *, timeout: float | None = None) -> list[ModelStatus]:
+        """As ``AsyncClient.models``."""
+        request = pb.ListModelsRequest()
+        with _dragoman_errors():
+            return _models(self._stub.ListModels(request, timeout=_seconds(timeout), metadata=self._metadata))
+
+    def tokenize(
+        self,
+        text: str,
+        side: TokenizerSide = TokenizerSide.SOURCE,
+        *,
+        target_language: str = "",
+        timeout: float | None = None,
+    ) -> list[TextToken]:
+        """As ``AsyncClient.tokenize``."""
+        request = _tokenize_request(text, side, target_language, self._model, self._version)
+        with _dragoman_errors():
+            return _tokens(self._stub.Tokenize(request, timeout=_seconds(timeout), metadata=self._metadata))
 
 
 @contextmanager
@@ -311,9 +374,15 @@ def _seconds(timeout: object) -> float | None:
 
 
 def _request(
-    text: str, options: DecodingOptions, request_id: str, priority: int, model: str, version: str
+    text: str,
+    options: DecodingOptions,
+    target_language: str,
+    request_id: str,
+    priority: int,
+    model: str,
+    version: str,
 ) -> pb.GenerateRequest:
-    _check_texts(text=text, request_id=request_id, model=model, version=version)
+    _check_texts(text=text, target_language=target_language, request_id=request_id, model=model, version=version)
     _check_priority(priority)
     if not isinstance(options, DecodingOptions):
         raise InvalidRequestError(f"options is {options!r:.100}; it must be a dragoman.types.DecodingOptions")
@@ -322,6 +391,7 @@ def _request(
             model=model,
             version=version,
             text=text,
+            target_language=target_language,
             options=wire.options_to_wire(options),
             request_id=request_id,
             priority=priority,
@@ -334,7 +404,8 @@ def _batch_request(
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise InvalidRequestError(f"texts is {texts!r:.100}; it must be a list of texts")
     _check_texts(**{f"texts[{index}]": text for index, text in enumerate(texts)})
-    return pb.BatchGenerateRequest(requests=[_request(text, options, "", priority, model, version) for text in texts])
+    requests = [_request(text, options, "", "", priority, model, version) for text in texts]
+    return pb.BatchGenerateRequest(requests=requests)
 
 
 def _score_request(text: str, target: str, request_id: str, priority: int, model: str, version: str) -> pb.ScoreRequest:
@@ -349,6 +420,26 @@ def _score_request(text: str, target: str, request_id: str, priority: int, model
 def _model_request(model: str, version: str) -> pb.GetModelRequest:
     _check_texts(model=model, version=version)
     return pb.GetModelRequest(model=model, version=version)
+
+
+def _tokenize_request(
+    text: str, side: object, target_language: str, model: str, version: str
+) -> pb.TokenizeRequest:
+    _check_texts(model=model, version=version, text=text, target_language=target_language)
+    if not isinstance(side, TokenizerSide):
+        raise InvalidRequestError(f"side is {side!r:.100}; it must be a TokenizerSide")
+    with _packing():
+        return pb.TokenizeRequest(
+            model=model, version=version, text=text, side=wire.side_to_wire(side), target_language=target_language
+        )
+
+
+def _models(message: pb.ListModelsResponse) -> list[ModelStatus]:
+    return [wire.status_from_wire(status) for status in message.models]
+
+
+def _tokens(message: pb.TokenizeResponse) -> list[TextToken]:
+    return [wire.token_from_wire(token) for token in message.tokens]
 
 
 def _result(message: pb.GenerateResponse) -> ServedResult:
@@ -389,6 +480,9 @@ def _model_info(message: pb.GetModelResponse) -> ModelInfo:
         target_tokenizer=_tokenizer_info(message.target_tokenizer),
         batch_invariant=message.batch_invariant,
         alignment=message.alignment,
+        source_language=message.source_language,
+        target_language=message.target_language,
+        splits_sentences=message.splits_sentences,
     )
 
 

@@ -8,12 +8,14 @@
     │  ├─ SourceTooLongError         source_too_long      INVALID_ARGUMENT
     │  ├─ ReplyTooLargeError         reply_too_large      RESOURCE_EXHAUSTED (no retry helps)
     │  ├─ ModelNotFoundError         model_not_found      NOT_FOUND
+    │  ├─ LoadError                  load_failed          FAILED_PRECONDITION
     │  ├─ UnsupportedError           unsupported          UNIMPLEMENTED
     │  │  └─ ModelUnsupportedError   model_unsupported    FAILED_PRECONDITION
     │  ├─ OverloadedError            overloaded           RESOURCE_EXHAUSTED + google.rpc.RetryInfo
     │  │  └─ TooLateError            too_late             RESOURCE_EXHAUSTED + google.rpc.RetryInfo
     │  ├─ DeadlineError              deadline             DEADLINE_EXCEEDED
-    │  └─ RequestCancelledError      cancelled            CANCELLED
+    │  ├─ RequestCancelledError      cancelled            CANCELLED
+    │  └─ UnauthenticatedError       unauthenticated      UNAUTHENTICATED
     ├─ NotReadyError                 not_ready            UNAVAILABLE (loading, draining)
     ├─ EngineDeadError               engine_dead          UNAVAILABLE (the process is about to exit)
     └─ RowError                      internal             INTERNAL (this request alone)
@@ -78,6 +80,12 @@ class ModelNotFoundError(RequestError):
     code = "model_not_found"
 
 
+class LoadError(RequestError):
+    """A version of a model cannot be loaded; what was served before still is. The message may name files."""
+
+    code = "load_failed"
+
+
 class UnsupportedError(RequestError):
     """A well-formed option that this server does not implement."""
 
@@ -116,6 +124,12 @@ class RequestCancelledError(RequestError):
     """The caller cancelled or went away."""
 
     code = "cancelled"
+
+
+class UnauthenticatedError(RequestError):
+    """The caller did not say who it is, or nobody whom this server knows."""
+
+    code = "unauthenticated"
 
 
 class NotReadyError(DragomanError):

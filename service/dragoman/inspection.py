@@ -17,6 +17,7 @@ from dragoman.bundle import (
     GraphSet,
     Manifest,
     Shortlist,
+    TextRules,
     TokenizerEntry,
     check_file,
     check_size,
@@ -88,6 +89,7 @@ def describe(manifest: Manifest, problems: Mapping[str, str], *, histogram: bool
         "source": _tokenizer(manifest.tokenizers.source),
         "target": _tokenizer(manifest.tokenizers.target),
         "unknown": f"characters that the source vocabulary lacks: {manifest.unknown_policy}",
+        "texts": "nothing said" if manifest.texts is None else describe_texts(manifest.texts),
         "limits": f"{limits.max_source_tokens} source tokens, {limits.max_new_tokens} new tokens",
         "special ids": f"end {manifest.special_ids.eos}, decoder start {manifest.special_ids.decoder_start}, never "
         f"generated {_ids(manifest.special_ids.never_generated)}",
@@ -159,6 +161,13 @@ def describe_alignment(alignment: Alignment) -> str:
         f"of {alignment.agreement:.1%} of all tokens is PyTorch's, weights are at most "
         f"{alignment.max_weight_difference:.2g} from its"
     )
+
+
+def describe_texts(texts: TextRules) -> str:
+    """What a bundle says of its texts, in one line."""
+    split = "each sentence a segment" if texts.split_sentences else "each line a segment"
+    target = texts.target_language or "several languages"
+    return f"{texts.source_language} to {target}, {split}; protected text is read as {', '.join(texts.protect_with)}"
 
 
 def describe_shortlist(shortlist: Shortlist) -> str:

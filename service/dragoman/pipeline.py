@@ -1,19 +1,20 @@
 """Text in, text out: the path of one request around the engine, the same for the server and in-process use.
 
-validate -> split into segments -> tokenize -> engine -> detokenize piece by piece -> align, if asked -> join.
+validate, split into segments and tokenize (``segmenter.py``) -> engine -> detokenize piece by piece -> align, if asked
+-> put back what was protected -> join.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Final
 
 from dragoman import document
-from dragoman.alignment import Aligner, AlignmentPoint, points
+from dragoman.alignment import Aligner, AlignmentPoint, Span, points
 from dragoman.answer import TextHypothesis, TextResult, TextScore, TextSegment, TextUpdate, TopToken
 from dragoman.bundle import Manifest
 from dragoman.coverage import coverage_penalty
@@ -23,12 +24,15 @@ from dragoman.errors import (
     ImpossibleError,
     InvalidRequestError,
     ModelUnsupportedError,
-    SourceTooLongError,
+    OverloadedError,
 )
 from dragoman.explanation import Side, TokenAttention
+from dragoman.protection import Reading
 from dragoman.resolver import Resolved, Resolver, Terms
+from dragoman.segmenter import Piece, Segmenter
 from dragoman.stops import AnswerReader
-from dragoman.tokenizer import SourceTokenizer, TargetTokenizer, lone_surrogate
+from dragoman.tokenization import TextToken, TokenizerSide, source_tokens, target_tokens
+from dragoman.tokenizer import SourceTokenizer, TargetTokenizer
 from dragoman.types import (
     DecodingOptions,
     FinishReason,
@@ -39,17 +43,17 @@ from dragoman.types import (
     TokenIds,
     UnknownWords,
 )
-from dragoman.vocabulary import UNK_ID
 
 _NO_TERMS: Final = Terms()
 
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """What the edge accepts, checked before any tokenizing."""
+    """What the edge accepts, checked before any tokenizing, and what it does where a request does not say."""
 
     max_text_bytes: int
     max_segments: int
+    split_sentences: bool | None = None  # of models that name their source's language; None: as the model has it
 
 
 class TextPipeline:
@@ -69,52 +73,74 @@ class TextPipeline:
         self._source_tokenizer = source_tokenizer
         self._target_tokenizer = target_tokenizer
         self._engine = engine
-        self._limits = limits
         self._resolver = Resolver(manifest, source_tokenizer, target_tokenizer, engine.num_slots)
+        self._segmenter = Segmenter(
+            manifest,
+            source_tokenizer,
+            target_tokenizer,
+            self._resolver,
+            limits.max_text_bytes,
+            limits.max_segments,
+            limits.split_sentences,
+        )
 
     def close(self) -> None:
         """Align nothing more; the engine is its owner's to close."""
         if self._aligner is not None:
             self._aligner.close()
 
-    async def generate(self, text: str, options: DecodingOptions, terms: Terms = _NO_TERMS) -> TextResult:
+    @property
+    def splits_sentences(self) -> bool:
+        """Whether each sentence is a segment, unless a request says otherwise."""
+        return self._segmenter.splits_sentences
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """What may be asked for as ``language``; none, of a model that answers in one."""
+        return self._source_tokenizer.languages
+
+    async def generate(
+        self, text: str, options: DecodingOptions, terms: Terms = _NO_TERMS, language: str = ""
+    ) -> TextResult:
         """``stream`` consumed to its end."""
-        async for item in self.stream(text, options, terms):
+        async for item in self.stream(text, options, terms, language):
             if isinstance(item, TextResult):
                 return item
         raise AssertionError("a stream ends with its result")
 
     async def stream(
-        self, text: str, options: DecodingOptions, terms: Terms = _NO_TERMS
+        self, text: str, options: DecodingOptions, terms: Terms = _NO_TERMS, language: str = ""
     ) -> AsyncGenerator[TextUpdate | TextResult]:
         """The answer piece by piece, segments interleaved as they are decoded; the last item is the whole of it.
 
         Of several hypotheses, the first grows as it is decoded, as far as that is certain; the others come whole, with
         the end. Closing the iterator cancels the work. Raises DragomanError; when one segment fails the whole text
         does. A text without a segment gives its result at once, without a run; so does a segment of which the tokenizer
-        keeps nothing, and comes back unchanged.
+        keeps nothing, and comes back unchanged. ``language`` is what to answer in, by a model that has several.
         """
         started = time.monotonic()
+        self._check_language(language)
         resolved = self._resolve(options)
-        segments = self._segments(text, resolved.options)
-        with self._room_to_align(resolved.options, len(segments)):
-            requests = self._requests(segments, resolved, terms)
-            streams: dict[int, tuple[GenerationRequest, Stream]] = {}
+        pieces = await self._segmenter.pieces(text, resolved.options, self._engine.max_waiting, language)
+        with self._room_to_align(resolved.options, len(pieces)):
+            self._engine.check_room(len(pieces), terms.caller, terms.priority)
+            works = [self._work(index, piece, resolved, terms) for index, piece in enumerate(pieces)]
+            streams: dict[int, Stream] = {}
             readers: list[asyncio.Task[None]] = []
             items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception] = asyncio.Queue()
             try:
                 # All or none: a text of which a part was refused is refused.
-                for index, request in enumerate(requests):
-                    if request is not None:
-                        streams[index] = request, self._engine.submit(request)
+                for work in works:
+                    if work.attempts:
+                        streams[work.index] = self._engine.submit(work.attempts[0].request)
                     else:
-                        _return_unchanged(index, segments[index].text, items, scored=options.return_scores)
+                        _return_unchanged(work, items, scored=options.return_scores)
                 readers = [
-                    asyncio.create_task(self._read(index, segments[index], request, stream, items, options))
-                    for index, (request, stream) in streams.items()
+                    asyncio.create_task(self._read(works[index], stream, items, options))
+                    for index, stream in streams.items()
                 ]
                 ends: dict[int, _SegmentEnd] = {}
-                while len(ends) < len(segments):
+                while len(ends) < len(works):
                     item = await items.get()
                     if isinstance(item, Exception):
                         raise item
@@ -123,12 +149,12 @@ class TextPipeline:
                     else:
                         yield item
             finally:
-                for _, stream in streams.values():
+                for stream in streams.values():
                     stream.cancel()
                 for reader in readers:
                     reader.cancel()
-        ordered = [ends[index] for index in range(len(segments))]
-        yield _result(text, segments, ordered, resolved, time.monotonic() - started)
+        ordered = [ends[index] for index in range(len(works))]
+        yield _result(text, [work.segment for work in works], ordered, resolved, time.monotonic() - started)
 
     async def score(self, text: str, target: str, terms: Terms = _NO_TERMS) -> TextScore:
         """How probable the model finds ``target`` as the answer to ``text``, each of one line.
@@ -137,7 +163,7 @@ class TextPipeline:
         nothing is computed. Raises DragomanError.
         """
         started = time.monotonic()
-        line, target = self._line(text, "text"), self._line(target, "target")
+        line, target = self._segmenter.line(text, "text"), self._segmenter.line(target, "target")
         source = self._resolver.source(line) if line else None
         if source is None:
             if target:
@@ -161,6 +187,28 @@ class TextPipeline:
             stream.cancel()
         raise AssertionError("a stream ends with its result")
 
+    def tokenize(self, text: str, side: TokenizerSide, language: str = "") -> list[TextToken]:
+        """The tokens of a text of one line, without the blanks around it; ``language`` is for the source's side alone.
+
+        However many there are: a text that is too long for the model is not refused. Raises InvalidRequestError and
+        SourceTooLongError, for what the edge does not accept or the vocabulary lacks, and ModelUnsupportedError.
+        """
+        line = self._segmenter.line(text, "text")
+        if side is TokenizerSide.TARGET:
+            if language:
+                raise InvalidRequestError(
+                    f"target_language is {language[:40]!r}, and answers are not marked with it: leave it empty"
+                )
+            tokens = target_tokens(self._target_tokenizer, line)
+        else:
+            self._check_language(language)
+            tokens = source_tokens(self._source_tokenizer, line, language)
+        start = text.find(line)  # nothing but blanks before it
+        return [
+            replace(token, span=None if token.span is None else (start + token.span[0], start + token.span[1]))
+            for token in tokens
+        ]
+
     async def attend(self, text: str, answer: str | None = None) -> TokenAttention:
         """Where the model looks in ``text`` for each token of ``answer``, or of its own one; each of one line.
 
@@ -171,15 +219,15 @@ class TextPipeline:
                 "this model was exported without an alignment graph, which tells where it looks: export it again with "
                 "dragoman export --alignment"
             )
-        line = self._line(text, "text")
+        line = self._segmenter.line(text, "text")
         source = self._resolver.source(line) if line else None
         if source is None:
             raise InvalidRequestError("text is blank: give one with something to look at")
         if answer is None:
-            result = await self.generate(line, DecodingOptions())
+            result = await self.generate(line, DecodingOptions(split_sentences=False))
             tokens = self._target_tokenizer.ids(result.segments[0].hypotheses[0].tokens, "answer")
         else:
-            tokens = self._resolver.scoring(source, self._line(answer, "answer"), _NO_TERMS).prefix
+            tokens = self._resolver.scoring(source, self._segmenter.line(answer, "answer"), _NO_TERMS).prefix
         if not tokens:
             raise InvalidRequestError("the answer is empty: there is nothing to look for")
         own = self._source_tokenizer.own(source)
@@ -197,6 +245,12 @@ class TextPipeline:
             after=tuple(names[own.stop :]),
             weights=await self._aligner.weights(source, tokens, None),
         )
+
+    def _check_language(self, language: str) -> None:
+        if language and not self.languages:
+            raise ModelUnsupportedError(
+                f"target_language is {language[:40]!r}; this model answers in one language: leave it empty"
+            )
 
     def _resolve(self, options: DecodingOptions) -> Resolved:
         """What this model makes of the options. Raises InvalidRequestError and ModelUnsupportedError."""
@@ -218,25 +272,6 @@ class TextPipeline:
             )
         return self._resolver.resolve(options)
 
-    def _segments(self, text: str, options: DecodingOptions) -> list[document.Segment]:
-        """Validate and split: what is too much is refused here, before it costs anything."""
-        self._check_size(text, "text")
-        limit = min(self._limits.max_segments, self._engine.max_waiting)
-        segments = document.split(text, limit)
-        if len(segments) > limit:
-            raise SourceTooLongError(f"text has more than {limit} lines, which is what this server accepts: split it")
-        if len(segments) > 1:
-            if options.target_prefix:
-                raise InvalidRequestError(
-                    f"target_prefix is set and text has {len(segments)} lines; a prefix is for one: send each by itself"
-                )
-            if options.num_hypotheses > 1:
-                raise InvalidRequestError(
-                    f"num_hypotheses is {options.num_hypotheses} and text has {len(segments)} lines; there are several "
-                    "answers to one line alone: send each by itself"
-                )
-        return segments
-
     def _room_to_align(self, options: DecodingOptions, num_segments: int) -> AbstractContextManager[None]:
         num_passes = 0
         if options.return_alignment or options.unknown_words == UnknownWords.COPY:
@@ -247,109 +282,121 @@ class TextPipeline:
             return nullcontext()
         return self._aligner.room(num_segments * num_passes)
 
-    def _requests(
-        self, segments: Sequence[document.Segment], resolved: Resolved, terms: Terms
-    ) -> list[GenerationRequest | None]:
-        """Tokenize: all else that can be refused is refused here, before the engine hears of it.
-
-        There is no request for a segment of which the tokenizer keeps nothing, such as one zero-width blank.
-        """
-        self._engine.check_room(len(segments), terms.caller, terms.priority)
-        sources = [self._resolver.source(segment.text, resolved.options.unknown_words) for segment in segments]
-        return [None if source is None else self._resolver.request(resolved, source, terms) for source in sources]
-
-    def _line(self, text: str, name: str) -> str:
-        """The one line of a text, without blanks around it; empty for a blank text."""
-        self._check_size(text, name)
-        segments = document.split(text, 1)
-        if len(segments) > 1:
-            raise InvalidRequestError(f"{name} has more than one line, where one is wanted: send each by itself")
-        return segments[0].text if segments else ""
-
-    def _check_size(self, text: str, name: str) -> None:
-        try:
-            num_bytes = len(text.encode("utf-8"))
-        except UnicodeEncodeError as error:
-            raise lone_surrogate(text, name) from error
-        if num_bytes > self._limits.max_text_bytes:
-            raise SourceTooLongError(
-                f"{name} has {num_bytes} bytes; this server accepts {self._limits.max_text_bytes}: split it"
-            )
+    def _work(self, index: int, piece: Piece, resolved: Resolved, terms: Terms) -> _Work:
+        attempts = [
+            _Attempt(one.reading, self._resolver.request(resolved, one.source, terms)) for one in piece.attempts
+        ]
+        return _Work(index, piece.segment, tuple(attempts))
 
     async def _read(
         self,
-        index: int,
-        segment: document.Segment,
-        request: GenerationRequest,
+        work: _Work,
         stream: Stream,
         items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception],
         options: DecodingOptions,
     ) -> None:
-        """Detokenize one segment's stream into the shared queue."""
+        """Detokenize one segment's stream into the shared queue; what lost a protected span is asked for again."""
         try:
-            sent, result = await self._follow(index, segment, request, stream, items, options)
-            # From here on, what was read so far does not matter: the answer is the same however it came.
-            written = await self._written(segment, options, request, result.hypotheses)
-            hypotheses = []
-            for number, (hypothesis, tokens) in enumerate(written):
-                if options.return_alignment:
-                    hypothesis = replace(hypothesis, alignment=await self._align(segment, request, tokens))
+            sent, end = await self._answered(work, work.attempts[0], stream, items, options)
+            for attempt in work.attempts[1:]:
+                if not end.hypotheses[0].unprotected:
+                    break
+                end = await self._better(end, work, attempt, items, options)
+            for number, hypothesis in enumerate(end.hypotheses):
                 assert number > 0 or hypothesis.text.startswith(sent)
                 delta = hypothesis.text[len(sent) :] if number == 0 else hypothesis.text
-                items.put_nowait(TextUpdate(index, number, delta, hypothesis))
-                hypotheses.append(hypothesis)
-            own = request.source[self._source_tokenizer.own(request.source)]
-            source_tokens = tuple(self._source_tokenizer.tokens(own)) if options.return_alignment else ()
-            items.put_nowait(
-                _SegmentEnd(index, tuple(hypotheses), result.num_source_tokens, result.timing, source_tokens)
-            )
+                items.put_nowait(TextUpdate(work.index, number, delta, hypothesis, work.source))
+            items.put_nowait(end)
         except Exception as error:
             items.put_nowait(error)
 
+    async def _better(
+        self,
+        end: _SegmentEnd,
+        work: _Work,
+        attempt: _Attempt,
+        items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception],
+        options: DecodingOptions,
+    ) -> _SegmentEnd:
+        """What another attempt comes to, or what there is where that has lost less. The time is that of both."""
+        try:
+            stream = self._engine.submit(attempt.request)
+        except OverloadedError:  # what there is, is an answer, and says what it lost
+            return end
+        try:
+            _, other = await self._answered(work, attempt, stream, items, options)
+        finally:
+            stream.cancel()
+        best = min(other, end, key=lambda one: len(one.hypotheses[0].unprotected))
+        return replace(best, timing=_sum(end.timing, other.timing))
+
+    async def _answered(
+        self,
+        work: _Work,
+        attempt: _Attempt,
+        stream: Stream,
+        items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception],
+        options: DecodingOptions,
+    ) -> tuple[str, _SegmentEnd]:
+        """What was passed on of a stream, and what it came to."""
+        sent, result = await self._follow(work, attempt, stream, items, options)
+        # From here on, what was read so far does not matter: the answer is the same however it came.
+        request = attempt.request
+        hypotheses = []
+        for hypothesis, tokens in await self._written(attempt, options, result.hypotheses):
+            if options.return_alignment:
+                hypothesis = replace(hypothesis, alignment=await self._align(work.segment, attempt, tokens))
+            if attempt.reading.spans:
+                text, lost = attempt.reading.restored(hypothesis.text)
+                start = work.segment.start
+                lost = tuple((start + first, start + last) for first, last in lost)
+                hypothesis = replace(hypothesis, text=text, unprotected=lost)
+            hypotheses.append(hypothesis)
+        own = request.source[self._source_tokenizer.own(request.source)]
+        source_tokens = tuple(self._source_tokenizer.tokens(own)) if options.return_alignment else ()
+        return sent, _SegmentEnd(work.index, tuple(hypotheses), result.num_source_tokens, result.timing, source_tokens)
+
     async def _follow(
         self,
-        index: int,
-        segment: document.Segment,
-        request: GenerationRequest,
+        work: _Work,
+        attempt: _Attempt,
         stream: Stream,
         items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception],
         options: DecodingOptions,
     ) -> tuple[str, GenerationResult]:
         """Pass on a stream's text as it comes, up to the first word that is to be copied: which, the end tells.
 
-        Returns what was passed on, and the result.
+        Nothing is passed on of a segment with protected spans, which may be answered once more. Returns what was passed
+        on, and the result.
         """
         copied = None if options.unknown_words == UnknownWords.COPY else ()
-        reader = AnswerReader(self._target_tokenizer, len(request.prefix), options.stop, copied)
+        reader = AnswerReader(self._target_tokenizer, len(attempt.request.prefix), options.stop, copied)
         stops_early = options.beam_size == 1 and options.num_hypotheses == 1
         sent = ""
         async for update in stream:
             if update.result is not None:
                 return sent, update.result
-            delta = reader.push(update.tokens)
+            delta = "" if attempt.reading.spans else reader.push(update.tokens)
             sent += delta
             if delta:
-                items.put_nowait(TextUpdate(index, 0, delta))
+                items.put_nowait(TextUpdate(work.index, 0, delta, source=work.source))
             if reader.stopped and stops_early:
                 stream.stop()
         raise AssertionError("a stream ends with its result")
 
     async def _written(
-        self,
-        segment: document.Segment,
-        options: DecodingOptions,
-        request: GenerationRequest,
-        found: tuple[HypothesisResult, ...],
+        self, attempt: _Attempt, options: DecodingOptions, found: tuple[HypothesisResult, ...]
     ) -> list[tuple[TextHypothesis, TokenIds]]:
         """The answers, best first, each with its tokens: cut at stop strings, and then ranked by what is left.
 
         An answer that had reached a stop text before it failed is a good one. A beam that had not, and may choose
         nothing, is dropped, as ever; whatever else failed fails the request.
         """
+        request = attempt.request
         written: list[tuple[TextHypothesis, TokenIds]] = []
         errors: list[DragomanError] = []
         for one in found:
-            copied = await self._copied(segment, options, request, one.tokens)
+            copied = await self._copied(attempt, options, one.tokens)
             answer, tokens = self._write(options, request, one, copied)
             if one.error is not None and answer.finish_reason is not FinishReason.STOP_SEQUENCE:
                 errors.append(one.error)
@@ -379,25 +426,26 @@ class TextPipeline:
         penalty = options.coverage_penalty * coverage_penalty(weights[:num_steps])
         return replace(answer, score=answer.score + penalty)
 
-    async def _copied(
-        self, segment: document.Segment, options: DecodingOptions, request: GenerationRequest, tokens: TokenIds
-    ) -> list[str]:
+    async def _copied(self, attempt: _Attempt, options: DecodingOptions, tokens: TokenIds) -> list[str]:
         """What each ``<unk>`` of an answer stands for, as it was typed.
 
         Of the unknown words of the source, that which the model looked at most; where there is none, of all its tokens.
         """
-        if options.unknown_words != UnknownWords.COPY or UNK_ID not in tokens:
+        unknown = self._target_tokenizer.unknown_id
+        if options.unknown_words != UnknownWords.COPY or unknown not in tokens:
             return []
         assert self._aligner is not None
+        request, text = attempt.request, attempt.reading.text
         weights = await self._aligner.weights(request.source, tokens, request.deadline)  # (T, S)
         own = self._source_tokenizer.own(request.source)
-        spans = self._source_tokenizer.spans(segment.text)
-        places = [place for place, token in enumerate(request.source[own]) if token == UNK_ID]
+        spans = self._source_tokenizer.spans(text)
+        unread = self._source_tokenizer.unknown_id
+        places = [place for place, token in enumerate(request.source[own]) if token == unread]
         # A token that is but a blank has nothing to copy.
         places = places or [place for place, (start, end) in enumerate(spans) if start < end]
         best = weights[:, own][:, places].argmax(axis=1).tolist()
-        copied = [spans[places[i]] for i, token in zip(best, tokens, strict=True) if token == UNK_ID]
-        return [segment.text[start:end] for start, end in copied]
+        copied = [spans[places[i]] for i, token in zip(best, tokens, strict=True) if token == unknown]
+        return [text[start:end] for start, end in copied]
 
     def _write(
         self, options: DecodingOptions, request: GenerationRequest, found: HypothesisResult, copied: list[str]
@@ -426,17 +474,38 @@ class TextPipeline:
         return hypothesis, tokens
 
     async def _align(
-        self, segment: document.Segment, request: GenerationRequest, tokens: TokenIds
+        self, segment: document.Segment, attempt: _Attempt, tokens: TokenIds
     ) -> tuple[AlignmentPoint, ...]:
         """Where each token of a finished answer comes from."""
         if not tokens:
             return ()
         assert self._aligner is not None
+        request, reading = attempt.request, attempt.reading
         weights = await self._aligner.weights(request.source, tokens, request.deadline)
-        spans = [
-            (segment.start + start, segment.start + end) for start, end in self._source_tokenizer.spans(segment.text)
-        ]
+        places = [reading.place(span) for span in self._source_tokenizer.spans(reading.text)]
+        spans = [(segment.start + start, segment.start + end) for start, end in places]
         return points(weights, self._source_tokenizer.own(request.source), spans)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One way to ask for a segment's answer."""
+
+    reading: Reading
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A segment, by its number, and the ways to ask for its answer; none, where it comes back unchanged."""
+
+    index: int
+    segment: document.Segment
+    attempts: tuple[_Attempt, ...]
+
+    @property
+    def source(self) -> Span:
+        return self.segment.start, self.segment.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,7 +525,7 @@ def _result(
     return TextResult(
         text=document.join(text, segments, [end.hypotheses[0].text for end in ends]),
         segments=tuple(
-            TextSegment(segment.start, segment.end, end.hypotheses, end.source_tokens)
+            TextSegment(segment.start, segment.end, end.hypotheses, end.source_tokens, segment.continues)
             for segment, end in zip(segments, ends, strict=True)
         ),
         num_source_tokens=sum(end.num_source_tokens for end in ends),
@@ -471,12 +540,19 @@ def _result(
     )
 
 
-def _return_unchanged(
-    index: int, text: str, items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception], *, scored: bool
-) -> None:
+def _sum(one: Timing, other: Timing) -> Timing:
+    return Timing(
+        queue_seconds=one.queue_seconds + other.queue_seconds,
+        encode_seconds=one.encode_seconds + other.encode_seconds,
+        decode_seconds=one.decode_seconds + other.decode_seconds,
+        total_seconds=one.total_seconds + other.total_seconds,
+    )
+
+
+def _return_unchanged(work: _Work, items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception], *, scored: bool) -> None:
     """What ``TextPipeline._read`` does, for a segment that the model does not see."""
-    hypothesis = TextHypothesis(text, (), FinishReason.STOP)
+    hypothesis = TextHypothesis(work.segment.text, (), FinishReason.STOP)
     if scored:
         hypothesis = replace(hypothesis, score=0.0, token_scores=(), log_probability=0.0)
-    items.put_nowait(TextUpdate(index, 0, text, hypothesis))
-    items.put_nowait(_SegmentEnd(index, (hypothesis,), 0, Timing()))
+    items.put_nowait(TextUpdate(work.index, 0, work.segment.text, hypothesis, work.source))
+    items.put_nowait(_SegmentEnd(work.index, (hypothesis,), 0, Timing()))

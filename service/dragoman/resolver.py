@@ -22,7 +22,6 @@ from dragoman.types import (
     TokenIds,
     UnknownWords,
 )
-from dragoman.vocabulary import UNK_ID
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +62,14 @@ class Resolver:
         # Beams and alternatives part at the first token: there must be as many to choose from, the end token left out.
         self._num_choices = manifest.model.target_vocab_size - len(self._never_generated) - 1
 
-    def source(self, text: str, unknown_words: UnknownWords | None = None) -> TokenIds | None:
+    def source(self, text: str, unknown_words: UnknownWords | None = None, language: str = "") -> TokenIds | None:
         """A segment as the model reads it; None for one of which the tokenizer keeps nothing.
 
         Raises InvalidRequestError and SourceTooLongError.
         """
-        source = self._source.encode(text, unknown_words)
-        if source == self._source.empty:
+        source = self._source.encode(text, unknown_words, language)
+        own = self._source.own(source)
+        if own.start == own.stop:
             return None
         if len(source) > self._limits.max_source_tokens:
             raise SourceTooLongError(
@@ -109,26 +109,32 @@ class Resolver:
 
     def steering(self, options: DecodingOptions) -> Steering | None:
         """What may come; None for anything. Raises InvalidRequestError for tokens that there are not, or never come."""
+        unknown = self._target.unknown_id
+        silenced = options.unknown_words == UnknownWords.SUPPRESS and unknown not in self._never_generated
         steering = Steering(
             min_new_tokens=options.min_new_tokens,
-            suppressed=self._target.ids(options.suppress_tokens, "suppress_tokens"),
+            suppressed=(
+                *self._target.ids(options.suppress_tokens, "suppress_tokens"),
+                *((unknown,) if silenced else ()),
+            ),
             suppressed_sequences=tuple(
                 self._target.ids(names, f"suppress_sequences[{index}]")
                 for index, names in enumerate(options.suppress_sequences)
             ),
             repetition_penalty=options.repetition_penalty,
             no_repeat_ngram_size=options.no_repeat_ngram_size,
-            allowed=(UNK_ID,) if options.unknown_words == UnknownWords.COPY else (),
+            allowed=(unknown,) if options.unknown_words == UnknownWords.COPY else (),
         )
         self._check_suppressed(steering)
         return None if steering == Steering() else steering
 
     def _check_suppressed(self, steering: Steering) -> None:
         """What never comes anyway cannot be suppressed: a caller who names it means something else."""
-        if UNK_ID in steering.suppressed and UNK_ID in steering.allowed:
+        unknown = self._target.unknown_id
+        if unknown in steering.suppressed and unknown in steering.allowed:
             raise InvalidRequestError(
-                "suppress_tokens names '<unk>' and unknown_words is copy, which puts source words in its place: choose "
-                "one"
+                f"suppress_tokens names {self._target.tokens((unknown,))[0]!r} and unknown_words is copy, which puts "
+                "source words in its place: choose one"
             )
         never = self._never_generated - set(steering.allowed)
         sequences = enumerate(steering.suppressed_sequences)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,10 +47,12 @@ class ServedModel:
     ) -> None:
         """``shortlist``: what answers are restricted by; None where they are not.
 
-        ``plan``: what a replica takes of the device's memory; None on the CPU.
+        ``plan``: what a replica takes of the device's memory; None on the CPU. Raises BundleError for a bundle that
+        says of no time when it was made.
         """
         self.name = bundle.manifest.name
         self.version = bundle.manifest.version
+        self.created = creation_time(bundle.manifest)
         self.bundle = bundle
         self.graphs = graphs
         self.shortlist = shortlist
@@ -241,6 +244,17 @@ def check_kv_cache(manifest: Manifest, config: EngineConfig, element_bytes: int)
             f"may need {needed} bytes of KV cache, the limit is {config.max_kv_cache_bytes}: lower --slots or raise "
             "--max-kv-cache-bytes"
         )
+
+
+def creation_time(manifest: Manifest) -> datetime:
+    """When the bundle was made. Raises BundleError."""
+    try:
+        created = datetime.fromisoformat(manifest.created)
+    except ValueError as error:
+        raise BundleError(f"manifest.created is {manifest.created!r}; it must be an RFC 3339 time: {error}") from error
+    if created.tzinfo is None:
+        raise BundleError(f"manifest.created is {manifest.created!r}; it must be an RFC 3339 time: it lacks its zone")
+    return created
 
 
 def token_rules(manifest: Manifest) -> TokenRules:

@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from dragoman.tokenizer import IncrementalDetokenizer, TargetTokenizer
-from dragoman.vocabulary import UNK_ID
 
 
 class StopFinder:
@@ -63,6 +62,7 @@ class AnswerReader:
         text waits.
         """
         self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._unknown_id = tokenizer.unknown_id
         self._finder = StopFinder(stops)
         self._num_prefix = num_prefix
         self._lengths = [0]  # of the text after so many tokens
@@ -88,7 +88,7 @@ class AnswerReader:
             if self.stopped or self._waits:
                 break
             copied = ""
-            if token == UNK_ID:
+            if token == self._unknown_id:
                 if self._copied is None:
                     self._waits = True
                     break

@@ -58,6 +58,8 @@ MAX_SUPPRESSED_SEQUENCES = 256
 MAX_SUPPRESSED_SEQUENCE_TOKENS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_PROTECT_PATTERNS = 16
+MAX_PROTECT_CHARACTERS = 256
 MIN_TEMPERATURE = 0.001  # below it the numbers of a draw overflow
 MIN_REPETITION_PENALTY = 0.01  # far below it logits overflow
 
@@ -96,6 +98,8 @@ class DecodingOptions:
     return_alternatives: bool = False  # the num_hypotheses best tokens behind the prefix, each continued greedily
     return_alignment: bool = False  # for each target token the source token that it comes from
     unknown_words: UnknownWords | None = None  # of the text; None: the model's policy, and an answer never has <unk>
+    split_sentences: bool | None = None  # each a segment; None: the server's choice, or the model's
+    protect: tuple[str, ...] = ()  # what must arrive unchanged: expressions of RE2, or names of protection.CLASSES
 
     def __new__(cls, *values: object, **options: object) -> Self:  # Python's own TypeError is no DragomanError
         for name in options:
@@ -143,7 +147,7 @@ class DecodingOptions:
         self._check_contradictions()
 
     def _check_texts(self) -> None:
-        for name in ("suppress_tokens", "suppress_sequences", "stop"):
+        for name in ("suppress_tokens", "suppress_sequences", "stop", "protect"):
             if not isinstance(value := getattr(self, name), tuple):
                 raise InvalidRequestError(f"{name} is {value!r:.100}; it must be a tuple")
         for index, names in enumerate(self.suppress_sequences):
@@ -158,6 +162,10 @@ class DecodingOptions:
         _check_count("stop", "texts", self.stop, 0, MAX_STOP_STRINGS)
         for index, text in enumerate(self.stop):
             _check_count(f"stop[{index}]", "characters", text, 1, MAX_STOP_CHARACTERS)
+        _check_each_text("protect", self.protect)
+        _check_count("protect", "patterns", self.protect, 0, MAX_PROTECT_PATTERNS)
+        for index, text in enumerate(self.protect):
+            _check_count(f"protect[{index}]", "characters", text, 1, MAX_PROTECT_CHARACTERS)
 
     def _check_contradictions(self) -> None:
         draws = self.temperature > 0
@@ -173,6 +181,12 @@ class DecodingOptions:
                 f"return_alternatives is set, beam_size is {self.beam_size} and temperature is {self.temperature}; "
                 "alternatives are continued greedily: leave the others unset"
             )
+        for name in ("target_prefix", "stop"):
+            if self.protect and (value := getattr(self, name)):
+                raise InvalidRequestError(
+                    f"{name} is {value!r:.100} and protect is set; the model answers with substitutes, which are put "
+                    "back when the answer is whole: choose one"
+                )
         if self.beam_size == 1:
             for name, usual in (("patience", 1), ("length_penalty", 1), ("coverage_penalty", 0)):
                 if (value := getattr(self, name)) != usual:
@@ -403,6 +417,7 @@ class RequestStats:
     time_to_first_token_seconds: float | None
     expired_in_queue: bool = False
     shared: bool = False  # it took no rows of its own: an equal request was being decoded
+    inter_token_seconds: float | None = None  # between a token and the next, on average; None for a single one
 
 
 class StatsListener(Protocol):

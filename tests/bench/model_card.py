@@ -4,8 +4,8 @@
 
 Prints two tables in Markdown. The first has BLEU and chrF with sacreBLEU's signatures, greedy and with a beam of 4, of
 the checkpoint and of every precision of the bundles (--bundle may be repeated). The second is of what the first bundle
-serves by default, on lines made here, the same ones each time: numbers and placeholders that must arrive unchanged;
-then the test set in lower case, in capitals, and two sentences a line; and how many of all outputs are empty, loop or
+serves by default, on lines made here, the same ones each time: numbers, codes and placeholders that must arrive
+unchanged, without and with --protect, which also tells what it lost; then the test set in lower case, in capitals, and two sentences a line; and how many of all outputs are empty, loop or
 were cut. The lines made here are English: for another source language their figures mean less.
 """
 
@@ -25,6 +25,7 @@ from dragoman_training.scoring import NUMBER, PLACEHOLDER, Scores, copies, found
 from dragoman_training.systems import CheckpointSystem, Outputs, ServedSystem, System
 
 MADE_LINES = 200
+CODE = re.compile(r"\b[A-Z]{2}\d{6,12}\b")
 BEAMS = {"greedy": 1, "beam 4": 4}
 MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October"]
 MONTHS += ["November", "December"]
@@ -34,6 +35,7 @@ NUMBER_FRAMES = {
     "time": ("The train leaves at {}.", "I got up at {}.", "It is {} now.", "The shop closes at {}."),
     "amount": ("I paid {} for it.", "It costs {}.", "She owes me {}.", "The bill comes to {}."),
 }
+CODE_FRAMES = ("Invoice {}", "The number of the order is {}.", "{} was sent yesterday.", "Have you paid {}?")
 PLACEHOLDER_FRAMES = (
     "Hello {}, how are you?",
     "Please send it to {} today.",
@@ -45,10 +47,10 @@ PLACEHOLDER_FRAMES = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to measure, which gives a system for each width of the beam."""
+    """A model to measure, which gives a system for each width of the beam, and one that protects, if it can."""
 
     name: str
-    system: Callable[[int], System]
+    system: Callable[..., System]  # of the width, and patterns to protect
 
 
 def number_lines(count: int, seed: int = 1) -> list[str]:
@@ -75,6 +77,17 @@ def made_up_number(kind: str, chance: random.Random) -> str:
         cents = chance.randrange(100)
         return chance.choice((f"${whole:,}.{cents:02}", f"€{whole % 1000}.{cents:02}", f"{whole} dollars"))
     return str(whole)
+
+
+def code_lines(count: int, seed: int = 1) -> list[str]:
+    """English sentences with identifiers of two letters and six to twelve digits, many of them alike."""
+    chance = random.Random(f"codes {seed}")
+    lines = []
+    for _ in range(count):
+        digits = "".join(chance.choice("0123456789") * chance.choice((1, 1, 2, 3)) for _ in range(12))
+        letters = "".join(chance.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=2))
+        lines.append(chance.choice(CODE_FRAMES).format(letters + digits[: chance.randint(6, 12)]))
+    return lines
 
 
 def placeholder_lines(count: int, seed: int = 1) -> list[str]:
@@ -121,17 +134,21 @@ def scored(outputs: Outputs, sources: Sequence[str], targets: Sequence[str]) -> 
     return score(outputs, sources, targets, bleu_tokenizer="13a")
 
 
-def behaviour_rows(system: System, sources: Sequence[str], targets: Sequence[str]) -> dict[str, str]:
-    """What the second table says of a system; ``sources`` and ``targets`` are the test set."""
+def behaviour_rows(system_of: Callable[..., System], sources: Sequence[str], targets: Sequence[str]) -> dict[str, str]:
+    """What the second table says of a system, and of the same one that protects; sources and targets: the test set."""
+    system = system_of()
     rows = dict[str, str]()
     counted: list[Scores] = []
-    for name, pattern, lines in (
-        ("numbers", NUMBER, number_lines(MADE_LINES)),
-        ("placeholders", PLACEHOLDER, placeholder_lines(MADE_LINES)),
+    for name, pattern, lines, protect in (
+        ("numbers", NUMBER, number_lines(MADE_LINES), ("numbers",)),
+        ("codes", CODE, code_lines(MADE_LINES), ("codes",)),
+        ("placeholders", PLACEHOLDER, placeholder_lines(MADE_LINES), ("placeholders", "tags", "urls")),
     ):
         outputs = system.outputs(lines)
         rows[f"{name} that arrive, of {MADE_LINES} made-up lines"] = arrived(pattern, lines, outputs.lines)
         counted.append(scored(outputs, lines, lines))
+        protected = system_of(*protect).outputs(lines)
+        rows[f"- with `--protect {' --protect '.join(protect)}`"] = arrived(pattern, lines, protected.lines)
     for name, (asked, wanted) in {
         "as it is": (sources, targets),
         "in lower case": ([line.lower() for line in sources], targets),
@@ -170,8 +187,9 @@ def served_candidates(bundle: Path) -> Iterator[Candidate]:
     task = ServedSystem.of_bundle(bundle).task
     graphs = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))["graphs"]
 
-    def system(precision: str, beam: int) -> System:
+    def system(precision: str, beam: int, *protect: str) -> System:
         options = ["--bundle", str(bundle), "--precision", precision]
+        options += [word for pattern in protect for word in ("--protect", pattern)]
         options += ["--beam-size", str(beam)] if beam > 1 else []
         return ServedSystem(str(bundle), options, {}, task)
 
@@ -201,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     heading = ["system", "search", *(f"{figure} on {name}" for name in sets for figure in ("BLEU", "chrF"))]
     print(table(heading, rows))
     print("\n" + "\n".join(f"`{signature}`" for signature in signatures) + "\n")
-    columns = {search: behaviour_rows(served[0].system(beam), *sets["test"]) for search, beam in BEAMS.items()}
+    columns = {search: behaviour_rows(partial(served[0].system, beam), *sets["test"]) for search, beam in BEAMS.items()}
     names = next(iter(columns.values()))
     merged = [[name, *(column[name] for column in columns.values())] for name in names]
     print(table([f"what {served[0].name} does", *columns], merged))

@@ -48,14 +48,19 @@ def untrained(shape, folder):
         for parameter in model.parameters():
             parameter.data.add_(torch.randn_like(parameter) * 0.3)
     sources = [encode_source(tokenizer, text) for text in texts(20)]
+    model.projection.bias.data[list(special.never_produced)] = 50
+    end_sometimes(model, special, sources, 1 / 3)
+    return LoadedCheckpoint(folder, model, tokenizer, tokenizer, files, special, 64, 24, {"training": {}, "data": {}})
+
+
+@torch.inference_mode()
+def end_sometimes(model, special, sources, share):
+    """Set the bias of the end token so that it is the best at this share of the steps."""
     bias = model.projection.bias.data
-    bias[list(special.never_produced)] = 50
     bias[special.eos] = -1000
     gaps = []  # the end's distance to the best token, at each step
-    with torch.inference_mode():
-        for source, answer in zip(sources, greedy(model, sources, 24, special), strict=True):
-            inputs = torch.tensor([[special.decoder_start, *answer.tokens[:-1]]])
-            logits = model(torch.tensor([source]), torch.tensor([len(source)], dtype=torch.int32), inputs)[0]  # (T, V)
-            gaps.append(logits.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0] - logits[:, special.eos])
-    bias[special.eos] += torch.cat(gaps).quantile(1 / 3)
-    return LoadedCheckpoint(folder, model, tokenizer, tokenizer, files, special, 64, 24, {"training": {}, "data": {}})
+    for source, answer in zip(sources, greedy(model, sources, 24, special), strict=True):
+        inputs = torch.tensor([[special.decoder_start, *answer.tokens[:-1]]])
+        logits = model(torch.tensor([source]), torch.tensor([len(source)], dtype=torch.int32), inputs)[0]  # (T, V)
+        gaps.append(logits.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0] - logits[:, special.eos])
+    bias[special.eos] += torch.cat(gaps).quantile(share)

@@ -41,18 +41,18 @@ print("REPORT " + json.dumps({
 
 
 def build_and_run() -> subprocess.CompletedProcess[str]:
-    """Build the image and run IN_IMAGE in it: by the command in DRAGOMAN_IMAGE_BUILDER, else by Docker."""
+    """Build the image and run IN_IMAGE in it: by the command in IMAGE_BUILDER, else by Docker."""
     command = ["python", "-c", IN_IMAGE]
-    if builder := os.environ.get("DRAGOMAN_IMAGE_BUILDER"):
+    if builder := os.environ.get("IMAGE_BUILDER"):
         return run([builder, "deploy/Dockerfile", TAG, "--", *command])
     if docker := working_docker():
         built = run([docker, "build", "-q", "-f", "deploy/Dockerfile", "-t", TAG, "."])
         if built.returncode != 0:
             return built
         return run([docker, "run", "--rm", "--entrypoint", command[0], TAG, *command[1:]])
-    reason = "no image builder: neither DRAGOMAN_IMAGE_BUILDER nor a running Docker engine"
-    if os.environ.get("DRAGOMAN_REQUIRE_IMAGE"):
-        pytest.fail(f"{reason}, and DRAGOMAN_REQUIRE_IMAGE is set")
+    reason = "no image builder: neither IMAGE_BUILDER nor a running Docker engine"
+    if os.environ.get("REQUIRE_IMAGE"):
+        pytest.fail(f"{reason}, and REQUIRE_IMAGE is set")
     pytest.skip(reason)
 
 

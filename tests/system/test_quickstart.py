@@ -157,10 +157,10 @@ def test_each_model_that_is_served_is_asked_what_it_is_for(fake):
     with started(QUICKSTART, venv=fake("works")) as process:
         lines = read_until_serving(process).splitlines()
 
-    assert "Where is the nearest station? -> WHERE IS THE NEAREST STATION?" in lines
+    assert "She has never seen the sea. -> SHE HAS NEVER SEEN THE SEA." in lines
     assert sum("streamed by en-de: The grey sloth" in line for line in lines) == 1
     assert "giraffe -> GIRAFFE" in lines
-    assert [line.endswith('"Where is the nearest station?"') for line in lines if line.startswith("ask it ")] == [True]
+    assert [line.endswith('"She has never seen the sea."') for line in lines if line.startswith("ask it ")] == [True]
 
 
 def test_it_serves_until_ctrl_c():

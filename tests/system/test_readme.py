@@ -74,8 +74,8 @@ print(urllib.request.urlopen(f"http://{{sys.argv[-1]}}", timeout=60).read().deco
 """
 SETTINGS = (
     "model.d_model=64 model.num_heads=2 model.ffn_dim=128 model.encoder_layers=1 model.decoder_layers=1"
-    " model.dropout=0.0 data.batch_tokens=1024 schedule.steps=200 schedule.warmup_steps=30"
-    " schedule.cooldown_steps=100 loop.validate_every=100 loop.workers=1"
+    " model.dropout=0.0 data.batch_tokens=512 schedule.steps=100 schedule.warmup_steps=20"
+    " schedule.cooldown_steps=50 loop.validate_every=100 loop.workers=1"
 )
 WORDS = {"one": "eins", "red": "rot", "house": "Haus", "tree": "Baum", "big": "groß", "sea": "See", "cat": "Katze"}
 

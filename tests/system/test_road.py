@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dragoman.client import Client
-from dragoman.config import DEFAULT_MODEL, embedded_bundle
+from dragoman.config import embedded_bundle
 from dragoman.errors import InvalidRequestError
 
 SERVE = [sys.executable, "-m", "dragoman.cli.main", "serve", "--host", "127.0.0.1"]
@@ -69,7 +69,7 @@ def test_a_trained_model_is_served_with_exact_answers(reverse_bundle, reverse_da
 def test_serve_without_arguments_serves_the_embedded_model():
     """The pronunciation model that ships with the package, found from any folder."""
     with serving() as (process, ready):
-        assert ready["models"] == [DEFAULT_MODEL]
+        assert ready["models"] == ["g2p-en"]
         with Client(f"127.0.0.1:{ready['port']}") as client:
             assert client.generate("giraffe").text == "JH ER AE F"
             assert client.generate("").text == ""
@@ -80,17 +80,17 @@ def test_serve_without_arguments_serves_the_embedded_model():
 
 def test_two_models_are_served_side_by_side(reverse_bundle):
     """Each answers to its name, the first to no name; two of one name are refused, as they could not be told apart."""
-    with serving(reverse_bundle, embedded_bundle(DEFAULT_MODEL)) as (process, ready):
-        assert ready["models"] == ["reverse", DEFAULT_MODEL]
+    with serving(reverse_bundle, embedded_bundle("g2p-en")) as (process, ready):
+        assert ready["models"] == ["reverse", "g2p-en"]
         target = f"127.0.0.1:{ready['port']}"
         answers = {}
         for name in ("", *ready["models"]):
             with Client(target, model=name) as client:
                 answers[name] = client.generate("abba").text
         assert answers["reverse"] == "A B B A" == answers[""]
-        assert answers[DEFAULT_MODEL] == "AE B AH"
+        assert answers["g2p-en"] == "AE B AH"
         metrics = urllib.request.urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=10).read()
-        for name, count in (("reverse", 2), (DEFAULT_MODEL, 1)):
+        for name, count in (("reverse", 2), ("g2p-en", 1)):
             line = f'dragoman_requests_total{{code="ok",method="Generate",model="{name}"}} {count}.0'
             assert line in metrics.decode()
         process.send_signal(signal.SIGTERM)
@@ -121,7 +121,7 @@ def test_generate_in_process_and_through_a_server_agree(tmp_path):
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_a_damaged_bundle_is_never_served(tmp_path, name, damage):
     """The process does not start, and its message names the file."""
-    bundle = shutil.copytree(embedded_bundle(DEFAULT_MODEL), tmp_path / "bundle")
+    bundle = shutil.copytree(embedded_bundle("g2p-en"), tmp_path / "bundle")
     if damage == "missing":
         (bundle / name).unlink()
     else:

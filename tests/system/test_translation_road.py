@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 
-from tests.conftest import dragoman
+from tests.processes import dragoman
 
 WORDS = {"one": "eins", "red": "rot", "house": "Haus", "café": "Café", "tree": "Baum", "big": "groß", "sea": "See"}
 SHAPE = ("d_model=64", "num_heads=2", "ffn_dim=128", "encoder_layers=1", "decoder_layers=1", "dropout=0.0")

@@ -73,6 +73,13 @@ def test_policy_loads_no_runtime(policy):
     assert loaded_by(policy).isdisjoint({"onnxruntime", "grpc", "google", "prometheus_client"})
 
 
+def test_a_client_may_be_in_a_process_with_one_of_the_inference_protocol():
+    """Others generate messages of the same names, and no process can have them twice: only the server has ours."""
+    code = "import sys, dragoman.client; print('dragoman.oip' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_help_is_fast_because_it_loads_no_runtime():
     """The console script starts without the heavy imports; a command loads what it needs when it runs."""
     assert loaded_by("dragoman.cli.main").isdisjoint({"onnxruntime", "grpc", "google", "prometheus_client", "torch"})

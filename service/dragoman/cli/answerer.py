@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dragoman.cli import runtime
+from dragoman.cli.credentials import add_credentials_arguments, check_no_credentials, credentials_of
 from dragoman.config import DeviceConfig, EngineConfig, ServerConfig
 from dragoman.errors import ConfigError
 
@@ -39,17 +40,20 @@ def add_answerer_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --target: of waiting requests, the higher goes first (-10 to 10)",
     )
+    add_credentials_arguments(parser)
 
 
 def check_answerer(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that exclude each other."""
     if args.target is None and args.priority is not None:
         raise ConfigError("--priority was given without --target: a model that runs here has no other callers")
+    if args.target is None:
+        check_no_credentials(args)
     if args.target is not None and args.bundle is not None:
         raise ConfigError("--bundle and --target were both given: a server chooses its own bundle")
     if args.target is not None and args.provider != "cpu":
         raise ConfigError("--provider and --target were both given: a server chooses what it runs on")
-    if args.target is not None and args.precision is not None:
+    if args.target is not None and args.precision:
         raise ConfigError("--precision and --target were both given: a server chooses its own graphs")
     if args.target is not None and (own := runtime.changed_engine_flags(args)):
         raise ConfigError(f"{', '.join(own)} and --target were both given: a server has its own engine settings")
@@ -79,7 +83,7 @@ async def _in_process(args: argparse.Namespace) -> AsyncIterator[Answerer]:
         engine,
         limits,
         provider=args.provider,
-        precision=args.precision,
+        precision=args.precision or None,
         shortlist=args.shortlist,
         device=runtime.settings(DeviceConfig, args),
     )
@@ -95,7 +99,7 @@ async def _served(args: argparse.Namespace) -> AsyncIterator[Answerer]:
     from dragoman.client import AsyncClient
 
     priority = args.priority or 0
-    async with AsyncClient(args.target, model=args.model or "") as client:
+    async with AsyncClient(args.target, model=args.model or "", credentials=credentials_of(args)) as client:
         yield Answerer(
             partial(client.generate, priority=priority),
             partial(client.stream, priority=priority),

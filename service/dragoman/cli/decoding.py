@@ -108,6 +108,24 @@ _FLAGS: Final[dict[str, tuple[tuple[str, dict[str, Any]], ...]]] = {
                 "the model make of them what it can (default: refuse or byte_fallback, as the model can)",
             },
         ),
+        (
+            "--split-sentences",
+            {
+                "action": argparse.BooleanOptionalAction,
+                "default": None,
+                "help": "answer each sentence of a line by itself, and cut those that are too long for the model, "
+                "behind a comma or at a blank (default: as the model has it)",
+            },
+        ),
+        (
+            "--protect",
+            {
+                "action": "append",
+                "metavar": "PATTERN",
+                "help": "what must arrive unchanged: urls, emails, numbers, codes, placeholders, tags, or a regular "
+                "expression of RE2; may be given several times. What does not is told on stderr",
+            },
+        ),
     ),
     "what comes with an answer": (
         ("--return-scores", {"action": "store_true", "help": "log-probabilities of tokens and answers; needs --json"}),
@@ -145,7 +163,7 @@ def decoding_options(args: argparse.Namespace) -> DecodingOptions:
 
     given = {name: getattr(args, name) for name in DecodingOptions.__dataclass_fields__}
     values = {name: value for name, value in given.items() if value is not None}
-    for name in ("stop", "suppress_tokens"):
+    for name in ("stop", "suppress_tokens", "protect"):
         if name in values:
             values[name] = tuple(values[name])
     if "unknown_words" in values:

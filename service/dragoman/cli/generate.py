@@ -1,4 +1,4 @@
-"""Answer texts: each TEXT, or each line of stdin, gives one line on stdout, in the same order.
+r"""Answer texts: each TEXT, or each line of stdin, gives one line on stdout, in the same order.
 
 It runs the model here, without a server, unless --target names one. Only LF and CRLF end a line, and line ends are
 kept; blank lines come back unchanged. Input is read as it is needed, and many lines are in work at once.
@@ -6,7 +6,9 @@ A line that is refused is told on stderr and gives an empty line, so that there 
 are answered, and the exit status is 1. --on-error stop ends there instead.
 --model-info asks a server what it serves, and answers nothing.
 --alignment appends which source token each target token comes from: " ||| " and pairs like 0-0 1-2, source token first,
-both counted from 0. Of a TEXT of several lines, there is one such part a line.
+both counted from 0. Of a TEXT of several lines or sentences, there is one such part for each of them.
+--protect numbers, --protect '\{\w+\}' and so on: such parts of a text arrive unchanged, or it is told on stderr which
+do not; the answer is printed all the same.
 Options that contradict each other, or would have no effect together, are refused.
 
   dragoman generate giraffe
@@ -24,15 +26,16 @@ import asyncio
 import dataclasses
 import json
 import sys
+from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TextIO
 
-from dragoman import document
 from dragoman.cli import runtime
 from dragoman.cli.answerer import add_answerer_arguments, check_answerer, open_answerer
+from dragoman.cli.credentials import credentials_of
 from dragoman.cli.decoding import add_decoding_arguments, decoding_options, json_only
-from dragoman.cli.lines import answer_lines, lines_of_arguments, lines_of_file, with_alignment
+from dragoman.cli.lines import answer_lines, lines_of_arguments, lines_of_file, tell_lost, with_alignment
 from dragoman.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:  # heavy
@@ -106,7 +109,7 @@ async def _run(args: argparse.Namespace, options: DecodingOptions) -> int:
 async def _print_model_info(args: argparse.Namespace) -> int:
     from dragoman.client import AsyncClient
 
-    async with AsyncClient(args.target, model=args.model or "") as client:
+    async with AsyncClient(args.target, model=args.model or "", credentials=credentials_of(args)) as client:
         info = dataclasses.asdict(await client.model_info())
     print(json.dumps({**info, "created": info["created"].isoformat()}, ensure_ascii=False))
     return 0
@@ -116,27 +119,23 @@ async def print_stream(text: str, items: AsyncGenerator[TextUpdate | TextResult]
     """Write the answer to one text as it comes, in the text's layout: pieces wait for the segments before theirs."""
     from dragoman.answer import TextResult
 
-    segments = document.split(text)
-    pieces: list[list[str]] = [[] for _ in segments]
-    ended = [False] * len(segments)
-    current, position = 0, 0
-    if segments:
-        out.write(text[: segments[0].start])
+    waiting: dict[int, deque[TextUpdate]] = {}
+    current = position = 0
     async with aclosing(items):
         async for item in items:
             if isinstance(item, TextResult):
+                tell_lost("generate", "text 1", text, item)
                 break
-            pieces[item.segment].append(item.delta)
-            ended[item.segment] = item.result is not None
-            while current < len(segments):
-                out.write("".join(pieces[current]))
-                pieces[current].clear()
-                if not ended[current]:
-                    break
-                position = segments[current].end
-                current += 1
-                out.write(text[position : segments[current].start if current < len(segments) else len(text)])
+            waiting.setdefault(item.segment, deque()).append(item)
+            while pieces := waiting.get(current):
+                piece = pieces.popleft()
+                start, end = piece.source
+                out.write(text[position:start] + piece.delta)
+                position = max(position, start)
+                if piece.result is not None:
+                    position = end
+                    current += 1
             out.flush()
-    out.write(text if not segments else "")
+    out.write(text[position:])
     out.write("\n")
     return 0

@@ -141,6 +141,8 @@ async def answer_lines(
     A line that is refused is told on stderr; the job then goes on with an empty answer, or stops. Other errors are
     raised. A line end inside the answer to a text of one line, which a model may make, becomes a blank.
     """
+    from dragoman.answer import TextResult
+
     work: asyncio.Queue[tuple[Line, asyncio.Task[A]] | None] = asyncio.Queue()
     window = asyncio.Semaphore(_WINDOW)
 
@@ -160,6 +162,8 @@ async def answer_lines(
             line, task = item
             try:
                 result = await task
+                if isinstance(line.text, str) and isinstance(result, TextResult):
+                    tell_lost(command, line.name, line.text, result)
                 written = _json(dataclasses.asdict(result)) if show is None else show(result)
             except _LINE_ERRORS as error:
                 status = 1
@@ -184,6 +188,14 @@ async def answer_lines(
             unfinished.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         out.flush()
+
+
+def tell_lost(command: str, name: str, text: str, result: TextResult) -> None:
+    """Say on stderr what of a text was to be protected and is not in its answer, or is there too often."""
+    spans = [span for segment in result.segments for span in segment.hypotheses[0].unprotected]
+    if spans:
+        lost = ", ".join(repr(text[start:end]) for start, end in spans)
+        print(f"dragoman {command}: {name}: not in the answer as often as in the text: {lost}", file=sys.stderr)
 
 
 def with_alignment(result: TextResult) -> str:

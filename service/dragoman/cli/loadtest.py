@@ -18,6 +18,7 @@ import math
 import sys
 from pathlib import Path
 
+from dragoman.cli.credentials import add_credentials_arguments, credentials_of
 from dragoman.errors import ConfigError
 
 SUMMARY = "measure a server under a steady rate of requests"
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--max-error-rate", type=ratio, metavar="RATIO", help="fail above it; 0 allows no error")
     parser.add_argument("--max-p99-ms", type=positive, metavar="MS", help="fail above it")
+    add_credentials_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,7 +95,12 @@ def run(args: argparse.Namespace) -> int:
 
     async def load() -> list[Outcome]:
         async with connect(
-            args.target, texts, connections=args.connections, connect_seconds=args.deadline, seed=args.seed
+            args.target,
+            texts,
+            connections=args.connections,
+            connect_seconds=args.deadline,
+            seed=args.seed,
+            credentials=credentials_of(args),
         ) as call:
             return await run_load(
                 call,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
-from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,96 +12,78 @@ from typing import Any, Final, TypeVar
 
 from dragoman.config import (
     DEFAULT_MODEL,
-    PROVIDERS,
+    MODEL_SECTIONS,
+    SECTIONS,
     DeviceConfig,
     EngineConfig,
-    ServerConfig,
     embedded_bundle,
     embedded_models,
 )
 from dragoman.errors import ConfigError
+from dragoman.setting import settings_of
 
-Config = type[EngineConfig] | type[DeviceConfig] | type[ServerConfig]
-C = TypeVar("C", EngineConfig, DeviceConfig, ServerConfig)
+C = TypeVar("C")
 
-_ENGINE_FLAGS: Final = {
-    "num_slots": ("--slots", "rows that a replica decodes together"),
-    "num_replicas": ("--replicas", "engine threads over one copy of the weights"),
-    "num_threads": ("--threads", "ONNX Runtime threads of one run"),
-    "max_waiting": ("--max-waiting", "requests that may wait; more are refused"),
-    "max_encode_tokens": ("--max-encode-tokens", "source tokens, padding included, of one encoder run"),
-    "max_kv_cache_bytes": (
-        "--max-kv-cache-bytes",
-        "KV memory of one replica; a model that could need more is not served",
-    ),
-    "stuck_seconds": ("--stuck-seconds", "a step that takes longer means a hung engine: the server exits"),
-    "share_equal": ("--no-sharing", "compute the answers to equal requests of one caller each by itself"),
-}
-_DEVICE_FLAGS: Final = {
-    "device_id": ("--device", "the GPU to use, as CUDA counts them"),
-    "mem_limit_bytes": ("--gpu-mem-limit", "bytes of the GPU's memory that each model takes at most; 0: all of it"),
-    "cuda_graphs": ("--no-cuda-graphs", "launch every kernel of a step by itself, to look for faults"),
-}
+_HELP_WIDTH: Final = 92
+_METAVARS: Final[dict[type, str]] = {int: "N", float: "X", str: "NAME"}
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The settings of ``EngineConfig`` as options, and which of a bundle's graphs to run, and where."""
-    parser.add_argument(
-        "--provider",
-        choices=PROVIDERS,
-        default=PROVIDERS[0],
-        help="what to run the graphs on; cuda-dry does on the CPU what cuda does, for tests (default: cpu)",
-    )
-    parser.add_argument(
-        "--precision", metavar="NAME", help="the graphs to run, of those that the bundle has (default: its first)"
-    )
-    parser.add_argument(
-        "--shortlist",
-        action="store_true",
-        help="make answers of the candidates that the bundle's shortlist has for their sources: faster, where the "
-        "vocabulary is large; the model must have been exported with --shortlist",
-    )
-    add_settings(parser.add_argument_group("engine"), EngineConfig, _ENGINE_FLAGS)
-    add_settings(parser.add_argument_group("GPU, with --provider cuda"), DeviceConfig, _DEVICE_FLAGS)
+    """How one model runs, as options with their defaults: for commands that run it themselves."""
+    for title, section in SECTIONS.items():
+        if section in MODEL_SECTIONS:
+            add_settings(parser.add_argument_group(title), section)
 
 
 def changed_engine_flags(args: argparse.Namespace) -> list[str]:
     """The flags of the engine and of the GPU that were given a value of their own."""
-    return _changed(args, EngineConfig, _ENGINE_FLAGS) + _changed(args, DeviceConfig, _DEVICE_FLAGS)
+    return _changed(args, EngineConfig) + _changed(args, DeviceConfig)
 
 
 def check_device_flags(args: argparse.Namespace) -> None:
     """Raises ConfigError for settings of a GPU that is not used."""
-    if args.provider == "cpu" and (own := _changed(args, DeviceConfig, _DEVICE_FLAGS)):
-        raise ConfigError(f"{', '.join(own)} was given without --provider cuda: graphs on the CPU have no use for it")
+    if args.provider == "cpu" and (own := _changed(args, DeviceConfig)):
+        raise unused_device(own)
 
 
-def _changed(args: argparse.Namespace, config: Config, flags: dict[str, tuple[str, str]]) -> list[str]:
-    defaults = {field.name: field.default for field in fields(config)}
-    return [flag for name, (flag, _) in flags.items() if getattr(args, name, defaults[name]) != defaults[name]]
+def unused_device(names: Sequence[str]) -> ConfigError:
+    """These settings, by the names that they were given by, have no effect."""
+    return ConfigError(f"{', '.join(names)} was given without --provider cuda: graphs on the CPU have no use for it")
 
 
-def add_settings(group: Any, config: Config, flags: dict[str, tuple[str, str]]) -> None:
-    """One option for each named field of a settings class, with its type and default."""
-    defaults = {field.name: field.default for field in fields(config)}
-    for name, (flag, help_text) in flags.items():
-        default: Any = defaults[name]
-        if isinstance(default, bool):  # the flag says the opposite
-            group.add_argument(flag, dest=name, action="store_false" if default else "store_true", help=help_text)
+def _changed(args: argparse.Namespace, section: type) -> list[str]:
+    given = [(known, getattr(args, known.name)) for known in settings_of(section)]
+    return [known.flag_of(value) for known, value in given if value != known.default]
+
+
+def add_settings(group: Any, section: type, *, given_only: bool = False, omit: Sequence[str] = ()) -> None:
+    """An option for each setting of a section, but for secrets and those to omit, under the setting's name.
+
+    ``given_only``: those that are not given do not appear in the result, so that other sources can have them.
+    """
+    for known in settings_of(section):
+        if known.secret or known.name in omit:
             continue
-        group.add_argument(
-            flag,
-            dest=name,
-            type=type(default),
-            default=default,
-            metavar={int: "N", float: "SECONDS", str: "HOST"}[type(default)],
-            help=f"{help_text} (default: {default})",
-        )
+        shown = str(known.default).lower() if known.kind is bool else known.default
+        default = f" (default: {shown if shown not in ('', ()) else 'none'})"
+        options: dict[str, Any] = {
+            "dest": known.name,
+            "default": argparse.SUPPRESS if given_only else known.default,
+            "help": textwrap.fill((known.help + default).replace("%", "%%"), _HELP_WIDTH),
+        }
+        if known.kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = known.parse if known.is_list else known.kind
+            options["choices"] = known.choices or None
+            options["metavar"] = None if known.choices else known.metavar or _METAVARS[known.kind]
+        group.add_argument(known.flag, **options)
 
 
-def settings(config: type[C], args: argparse.Namespace) -> C:
+def settings(section: type[C], args: argparse.Namespace) -> C:
     """The settings that the options ask for. Raises ConfigError."""
-    return config(**{field.name: getattr(args, field.name) for field in fields(config) if hasattr(args, field.name)})
+    given = {known.field: known.name for known in settings_of(section) if hasattr(args, known.name)}
+    return section(**{field: getattr(args, name) for field, name in given.items()})
 
 
 def model_help() -> str:

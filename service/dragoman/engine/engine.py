@@ -19,11 +19,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from dragoman.config import EngineConfig
-from dragoman.engine.forecast import Forecast
+from dragoman.engine.forecast import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, Forecast
 from dragoman.engine.queue import Queue
 from dragoman.engine.replica import Replica, TokenRules
 from dragoman.engine.sequence import Delivery, Sequence
-from dragoman.errors import DeadlineError, DragomanError, EngineDeadError, NotReadyError
+from dragoman.errors import DeadlineError, DragomanError, EngineDeadError, NotReadyError, OverloadedError
 from dragoman.types import (
     EngineSnapshot,
     GenerationRequest,
@@ -100,7 +100,7 @@ class Engine:
         self._rules = rules
         self._listener = listener
         num_slots = min(runner.num_slots for runner in runners)
-        self._queue = Queue(config.max_waiting, len(runners), num_slots)
+        self._queue = Queue(config.max_waiting, len(runners), num_slots, max_waiting_tokens=config.max_waiting_tokens)
         self._forecast = Forecast(num_slots * len(runners))
         self._replicas = [Replica(runner, self._queue, rules, config, listener) for runner in runners]
         self._threads = [ReplicaThread(self, replica, index) for index, replica in enumerate(self._replicas)]
@@ -149,7 +149,11 @@ class Engine:
 
     def check_room(self, num_requests: int, caller: str = "", priority: int = 0) -> None:
         """Raises OverloadedError unless so many more of this caller's may wait: worth asking before they are made."""
-        self._queue.check_room(num_requests, caller, priority)
+        try:
+            self._queue.check_room(num_requests, caller, priority)
+        except OverloadedError as error:
+            self._say_when(error, time.monotonic())
+            raise
 
     def submit(self, request: GenerationRequest) -> Stream:
         """Queue a request.
@@ -171,12 +175,18 @@ class Engine:
                 self._forecast.check(request, self._queue.work_before(sequence), now, is_idle=is_idle)
             self._queue.put(sequence)
         except DragomanError as error:
+            self._say_when(error, now)
             self._tell(sequence.stats(error.code, now))
             raise
         stream = Stream(self, sequence)
         self._streams[sequence] = stream
         self._idle.clear()
         return stream
+
+    def _say_when(self, error: DragomanError | GenerationResult | None, now: float) -> None:
+        """Where the queue was full: worth a retry when what waits now is done, as far as that can be foretold."""
+        if type(error) is OverloadedError and (seconds := self._forecast.drain_seconds(self._queue.work, now)):
+            error.retry_after_seconds = min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
 
     def _is_full(self) -> bool:
         """Whether no replica has a free row."""
@@ -210,11 +220,13 @@ class Engine:
         self._queue.close()
         if self._watchdog is not None:
             self._watchdog.cancel()
+            self._watchdog = None
         for thread in self._threads:
             thread.release()
             if thread.is_alive():
                 await asyncio.to_thread(thread.join, self._config.stuck_seconds)
         self._end_all(NotReadyError("the server stopped before this request was done"))
+        self._threads.clear()  # they refer back here: without a circle, memory is free once nobody holds the engine
 
     def _cancel(self, sequence: Sequence) -> None:
         sequence.cancel()
@@ -231,6 +243,7 @@ class Engine:
                     timing = delivery.stats.timing
                     seconds = timing.total_seconds - timing.queue_seconds
                     self._forecast.learn(delivery.sequence.request, seconds, time.monotonic())
+                self._say_when(delivery.outcome, time.monotonic())
                 self._tell(delivery.stats)
                 del self._streams[delivery.sequence]
             stream._deliver(delivery.tokens, delivery.outcome)
@@ -255,8 +268,9 @@ class Engine:
             self._dead.set()
 
     async def _watch(self) -> None:
-        """A thread that computes for too long is as dead as one that raised."""
+        """A thread that computes for too long is as dead as one that raised; so are threads that leave work undone."""
         interval = min(1.0, self._config.stuck_seconds / 4)
+        num_steps, moved = -1, time.monotonic()  # when something last happened, or there was nothing to do
         while True:
             slept = time.monotonic()
             await asyncio.sleep(interval)
@@ -266,6 +280,11 @@ class Engine:
                 seconds = thread.busy_seconds(time.monotonic())
                 if seconds > self._config.stuck_seconds:
                     self._die(f"{thread.name} has been in one step for {seconds:.1f} s")
+            steps = sum(thread.num_steps for thread in self._threads)
+            if steps != num_steps or not self._queue.num_waiting:
+                num_steps, moved = steps, time.monotonic()
+            elif time.monotonic() - moved > self._config.stuck_seconds:
+                self._die(f"requests have waited for {time.monotonic() - moved:.1f} s, and no thread has made a step")
 
 
 class ReplicaThread(threading.Thread):
@@ -276,6 +295,7 @@ class ReplicaThread(threading.Thread):
         super().__init__(name=f"replica-{index}", daemon=True)
         self._engine = engine
         self._replica = replica
+        self.num_steps = 0
         self._step_started: float | None = None  # None while it waits for work
         self._preparation: tuple[Callable[[Runner], None], Future[None]] | None = None
         self._released = threading.Event()
@@ -316,6 +336,7 @@ class ReplicaThread(threading.Thread):
                 if deliveries:
                     self._call(engine._deliver, deliveries)
                 self._step_started = None
+                self.num_steps += 1
         except BaseException as error:  # whatever it was, nobody else is left to tell the callers
             logger.exception("%s failed", self.name)
             self._call(engine._die, f"{self.name} raised {type(error).__name__}")

@@ -22,6 +22,10 @@ FORGET_SECONDS: Final = 30.0
 IDLE_FACTOR: Final = 10.0
 """On an idle server, a prediction has to be so many times what the deadline allows."""
 
+MIN_RETRY_SECONDS: Final = 0.1
+MAX_RETRY_SECONDS: Final = 60.0
+"""What a refused caller is told to wait is within these."""
+
 _MEMORY: Final = 32  # requests: older ones fade
 
 
@@ -52,6 +56,12 @@ class Forecast:
             return 0.0
         return (work_before / self._num_rows + expected_steps(request)) * self._seconds / self._steps
 
+    def drain_seconds(self, work: int, now: float) -> float:
+        """How long all rows are busy with so many row-steps; 0 where that is not known."""
+        if self._num_ended < MIN_ENDED or now - self._learned_at > FORGET_SECONDS:
+            return 0.0
+        return work / self._num_rows * self._seconds / self._steps
+
     def check(self, request: GenerationRequest, work_before: int, now: float, *, is_idle: bool = False) -> None:
         """Raises TooLateError when the request, queued now, would be done after its deadline only.
 
@@ -65,5 +75,5 @@ class Forecast:
             raise TooLateError(
                 f"the answer is expected in {predicted:.3f} s, the deadline allows {allowed:.3f} s: "
                 "retry later, or allow more time",
-                retry_after_seconds=min(max(predicted - allowed, 0.1), 60.0),
+                retry_after_seconds=min(max(predicted - allowed, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS),
             )

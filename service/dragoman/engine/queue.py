@@ -6,6 +6,8 @@
   the most; that one's newest request ends with OverloadedError. So nobody can shut the others out. A caller that may
   have no more places gets one of its own for a request of a higher priority: the newest of its lowest ends so. No other
   caller's: a priority is what a caller says of its own requests, and would take places from all who say less.
+- *Tokens*: the sources of those that wait have at most ``max_waiting_tokens`` together; a lone one may have more. Where
+  there is no room for them, a caller that stays within its even share of tokens gets that of whoever holds the most.
 - *Several rows*: a sequence whose turn has come and that needs more rows than are free is set aside, one at a time, and
   goes before all others as soon as a replica has the rows. Until then those behind it pass, but never hold more rows at
   a time than it leaves of a replica's. So once it is set aside, it waits no longer than the longest of the runs that go
@@ -20,6 +22,7 @@ waits is handed out by ``sweep`` and never reaches a model.
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import NamedTuple
 
@@ -40,13 +43,19 @@ class Dropped(NamedTuple):
 class Queue:
     """Sequences that wait, and how many run, so that replicas share the work evenly."""
 
-    def __init__(self, max_waiting: int, num_replicas: int, num_slots: int) -> None:
+    def __init__(
+        self, max_waiting: int, num_replicas: int, num_slots: int, *, max_waiting_tokens: int = sys.maxsize
+    ) -> None:
         """``num_slots``: rows of each replica."""
         self._max_waiting = max_waiting
+        self._max_tokens = max_waiting_tokens
         self._num_replicas = num_replicas
         self._num_slots = num_slots
         self._waiting: set[Sequence] = set()
         self._num_held: dict[str, int] = {}  # by caller: how many of those that wait are its own; never 0
+        self._tokens_held: dict[str, int] = {}  # their source tokens
+        self._num_tokens = 0
+        self._work = 0  # row-steps of all of them
         self._order = Order()  # of all of them but the one that is set aside
         self._aside: Sequence | None = None
         self._passed: list[Sequence] = []  # taken since, and perhaps still running
@@ -61,6 +70,16 @@ class Queue:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        """Source tokens of those that wait."""
+        return self._num_tokens
+
+    @property
+    def work(self) -> int:
+        """Row-steps that those that wait are expected to take."""
+        return self._work
 
     @property
     def num_callers(self) -> int:
@@ -96,13 +115,18 @@ class Queue:
                 f"the request needs {num_rows} rows (beam_size or num_hypotheses); this server decodes "
                 f"{self._num_slots} at a time: ask for fewer"
             )
-        caller = sequence.request.caller
+        caller, num_tokens = sequence.request.caller, len(sequence.request.source)
         with self._lock:
+            self._check_tokens(num_tokens, caller)
             if len(self._waiting) >= self._max_waiting:
                 self.check_room(1, caller, sequence.request.priority)
                 self._displace(caller)
+            self._make_room_for(num_tokens)
             self._waiting.add(sequence)
             self._num_held[caller] = self._num_held.get(caller, 0) + 1
+            self._tokens_held[caller] = self._tokens_held.get(caller, 0) + num_tokens
+            self._num_tokens += num_tokens
+            self._work += expected_work(sequence)
             self._order.put(sequence)
             self._deadlines.put(sequence, self._waiting)
             self._changed.notify()
@@ -216,8 +240,11 @@ class Queue:
         caller = sequence.request.caller
         self._waiting.remove(sequence)
         self._num_held[caller] -= 1
+        self._tokens_held[caller] -= len(sequence.request.source)
+        self._num_tokens -= len(sequence.request.source)
+        self._work -= expected_work(sequence)
         if not self._num_held[caller]:
-            del self._num_held[caller]
+            del self._num_held[caller], self._tokens_held[caller]
 
     def _room(self, caller: str) -> int:
         """So many places are free, or others hold them beyond an even share that this caller has not got."""
@@ -233,6 +260,32 @@ class Queue:
         else:
             sequence = self._order.newest(caller)
             whose = "and this one made room for one of the same caller's with a higher priority"
+        self._drop(sequence, f"{self._max_waiting} requests wait, which is the limit, {whose}: retry later")
+
+    def _check_tokens(self, num_tokens: int, caller: str) -> None:
+        """Raises OverloadedError where there is no room for a source of so many tokens, nor an even share left."""
+        if not self._waiting or self._num_tokens + num_tokens <= self._max_tokens:
+            return
+        share = self._max_tokens // (len(self._num_held) + (caller not in self._num_held))
+        if self._tokens_held.get(caller, 0) + num_tokens > share:
+            raise OverloadedError(
+                f"requests of {self._num_tokens} source tokens wait already and this one has {num_tokens}, the limit "
+                f"is {self._max_tokens}: retry later"
+            )
+
+    def _make_room_for(self, num_tokens: int) -> None:
+        """Drop the newest of whoever holds the most tokens, as often as it takes; never the one set aside."""
+        while self._order and self._num_tokens + num_tokens > self._max_tokens:
+            held = self._tokens_held.copy()
+            if self._aside is not None:
+                held[self._aside.request.caller] -= len(self._aside.request.source)
+            self._drop(
+                self._order.newest(max(held, key=held.__getitem__)),
+                f"requests of {self._num_tokens} source tokens wait, the limit is {self._max_tokens}, and most of them "
+                "this caller's: the newest of these made room for another caller's: retry later",
+            )
+
+    def _drop(self, sequence: Sequence, reason: str) -> None:
+        """It ends with an OverloadedError."""
         self._remove(sequence)
-        error = OverloadedError(f"{self._max_waiting} requests wait, which is the limit, {whose}: retry later")
-        self._displaced.append(Dropped(sequence, error))
+        self._displaced.append(Dropped(sequence, OverloadedError(reason)))

@@ -133,7 +133,9 @@ class Scheduler:
             tokens = progress.tokens
             run.told += tokens
             for sequence in run.sequences:
-                if sequence.first_token is None and (progress.finished or search.num_tokens()):
+                if sequence.first_token is not None:
+                    sequence.num_later_steps += 1
+                elif progress.finished or search.num_tokens():
                     sequence.first_token = now
                 if progress.finished:
                     deliveries.append(sequence.ended(sequence.result(now), now, tokens))

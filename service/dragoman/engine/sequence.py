@@ -44,6 +44,7 @@ class Sequence:
     admitted: float | None = None
     encoded: float | None = None
     first_token: float | None = None
+    num_later_steps: int = 0  # decoding steps behind the one that made the first token
     encode_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -104,6 +105,9 @@ class Sequence:
             time_to_first_token_seconds=None if self.first_token is None else self.first_token - self.arrived,
             expired_in_queue=code == DeadlineError.code and self.admitted is None,
             shared=self.shared,
+            inter_token_seconds=(now - self.first_token) / self.num_later_steps
+            if self.first_token is not None and self.num_later_steps
+            else None,
         )
 
 

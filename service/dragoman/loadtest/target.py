@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
+from dragoman.client_credentials import PLAIN, ClientCredentials, open_async_channel
 from dragoman.errors import ConfigError
 from dragoman.loadtest.load import Call
 from dragoman.loadtest.report import OK
@@ -24,7 +25,13 @@ _OPTIONS = (
 
 @contextlib.asynccontextmanager
 async def connect(
-    target: str, texts: Sequence[str], *, connections: int, connect_seconds: float, seed: int
+    target: str,
+    texts: Sequence[str],
+    *,
+    connections: int,
+    connect_seconds: float,
+    seed: int,
+    credentials: ClientCredentials = PLAIN,
 ) -> AsyncIterator[Call]:
     """A ``Call`` that sends texts drawn at random (the same for the same seed) over so many connections in turn.
 
@@ -32,7 +39,7 @@ async def connect(
     """
     async with contextlib.AsyncExitStack() as stack:
         channels = [
-            await stack.enter_async_context(grpc.aio.insecure_channel(target, options=_OPTIONS))
+            await stack.enter_async_context(open_async_channel(target, credentials, _OPTIONS))
             for _ in range(connections)
         ]
         try:
@@ -50,7 +57,9 @@ async def connect(
             if timeout_seconds <= 0:
                 return grpc.StatusCode.DEADLINE_EXCEEDED.name  # gRPC takes 0 for no deadline at all
             try:
-                await stubs[number % connections].Generate(choose.choice(requests), timeout=timeout_seconds)
+                await stubs[number % connections].Generate(
+                    choose.choice(requests), timeout=timeout_seconds, metadata=credentials.metadata
+                )
             except grpc.aio.AioRpcError as error:
                 return error.code().name
             return OK

@@ -1,4 +1,4 @@
-"""What every RPC has in common: bytes in, bytes out, errors as statuses, metrics, drain.
+"""What every RPC has in common: who calls, bytes in, bytes out, errors as statuses, bounds, metrics, drain.
 
 Handlers get raw bytes from gRPC and parse them here, because the stock handlers answer bytes that are no message with
 UNKNOWN. A servicer sees messages, yields messages, and raises errors; it knows nothing of gRPC.
@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 from google.protobuf.message import Message
 from google.rpc.status_pb2 import Status
 
+from dragoman.admission import Admission, Place
 from dragoman.engine.sequence import CLOCK_SLACK_SECONDS
 from dragoman.errors import DragomanError, InvalidRequestError, NotReadyError, ReplyTooLargeError, UnsupportedError
-from dragoman.metrics import OTHER, RpcMetrics, ServerMetrics
+from dragoman.metrics import OTHER, RpcMetrics
+from dragoman.observer import RequestObserver
 from dragoman.servicers.status import DETAILS_KEY, code_of, status_of
 from dragoman.servicers.wire import parse
+from dragoman.tokens import Allowance, Tokens
 
 if TYPE_CHECKING:  # generic in the stubs alone
     Context = grpc.aio.ServicerContext[bytes, bytes]
     RawHandler = grpc.RpcMethodHandler[bytes, bytes]
+
+FIRST_MESSAGE_SECONDS: Final = 30.0
+"""How long a call that takes one message may be open without it: it holds a place that others could use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,11 @@ class Call:
 
     method: str
     deadline: float | None = None  # on time.monotonic's clock
-    caller: str = ""  # the address that the call came from, without the port
+    caller: str = ""  # "token:" and the token's name; without tokens, the address without the port
+    metadata: Mapping[str, str | bytes] = field(default_factory=dict)  # what came with it; of a repeated key, the last
+    draining: asyncio.Event = field(default_factory=asyncio.Event)  # set: a stream of requests takes no more of them
+    charge: Callable[[int], None] = lambda num_requests: None  # the call has so many more requests than one
+    service: str = ""  # that the method belongs to
 
     def interruption(self) -> str:
         """Why the call was just taken away, as an error code: gRPC cancels a call whose deadline passes too."""
@@ -52,7 +62,8 @@ class Method:
     behaviour: Callable[[Any, Call], AsyncGenerator[Message]]
     stream_request: bool = False
     stream_reply: bool = False
-    generates: bool = False  # makes text: refused while the server drains, which waits for it; a request in metrics
+    generates: bool = False  # makes text: bounded; refused while the server drains, which waits for it; in metrics
+    is_open: bool = False  # needs no token
 
     @property
     def kind(self) -> str:
@@ -60,16 +71,34 @@ class Method:
         return "bidi_stream" if self.stream_request else "server_stream" if self.stream_reply else "unary"
 
 
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A call that was let in: by its caller's name, and with what it takes while it is inside."""
+
+    call: Call
+    place: Place | None = None
+    allowance: Allowance | None = None
+
+
 class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
     """Finds the method, runs it, and turns whatever happens into a status and metrics."""
 
-    def __init__(self, methods: Sequence[Method], metrics: ServerMetrics, max_message_bytes: int) -> None:
-        self._metrics = metrics
+    def __init__(
+        self,
+        methods: Sequence[Method],
+        observer: RequestObserver,
+        max_message_bytes: int,
+        admission: Admission,
+        tokens: Tokens | None = None,
+    ) -> None:
+        """Without ``tokens``, whoever reaches the port may call."""
+        self._observer = observer
+        self._admission = admission
+        self._tokens = tokens
         self._max_message_bytes = max_message_bytes
         self._handlers = {f"/{m.service}/{m.name}": self._handler(m) for m in methods}
-        self._unknown = self._unknown_handler(metrics.rpc("bidi_stream", OTHER, OTHER))
-        self._draining = False
-        self._num_running = 0
+        self._unknown = self._unknown_handler(observer.metrics.rpc("bidi_stream", OTHER, OTHER))
+        self._draining = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -79,14 +108,14 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
 
     def drain(self) -> None:
         """Refuse new work from now on; what runs goes on."""
-        self._draining = True
+        self._draining.set()
 
     async def idle(self) -> None:
         """Return when no call that generates runs."""
         await self._idle.wait()
 
     def _handler(self, method: Method) -> RawHandler:
-        rpc = self._metrics.rpc(method.kind, method.service, method.name)
+        rpc = self._observer.metrics.rpc(method.kind, method.service, method.name)
 
         async def run(data: AsyncIterator[bytes], context: Context) -> None:
             await self._run(method, rpc, data, context)
@@ -98,17 +127,26 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
     async def _run(self, method: Method, rpc: RpcMetrics, data: AsyncIterator[bytes], context: Context) -> None:
         started = time.monotonic()
         rpc.started()
-        call = Call(method.name, _deadline(context, started), _caller(context.peer()))
-        code = "UNKNOWN"
-        if method.generates:
-            self._num_running += 1
-            self._idle.clear()
+        call = Call(
+            method.name,
+            _deadline(context, started),
+            _caller(context.peer()),
+            dict(context.invocation_metadata() or ()),
+            self._draining,
+            service=method.service,
+        )
+        code, is_inside = "UNKNOWN", False
         try:
-            request = await self._request(method, rpc, data)
-            async with aclosing(method.behaviour(request, call)) as replies:
-                async for reply in replies:
-                    await context.write(self._serialize(reply))
-                    rpc.sent()
+            with self._inside(method, call, started) as visit:
+                call = visit.call
+                request = await self._request(method, rpc, data, visit)
+                is_inside = True
+                async with aclosing(method.behaviour(request, call)) as replies:
+                    async for reply in replies:
+                        await context.write(self._serialize(reply))
+                        rpc.sent()
+                if visit.place is not None:
+                    visit.place.answered = True
             code = "OK"
         except asyncio.CancelledError:
             code = "DEADLINE_EXCEEDED" if call.interruption() == "deadline" else "CANCELLED"
@@ -117,6 +155,9 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
             code = "CANCELLED"
             raise asyncio.CancelledError from error  # as itself, gRPC logs it as a fault, at length
         except Exception as error:
+            if method.generates and not is_inside and isinstance(error, DragomanError):
+                # The servicer, which counts the others, never sees this one.
+                self._observer.refused(call, error.code)
             status = status_of(error)
             code = code_of(status).name
             try:
@@ -126,33 +167,67 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
                 raise
         finally:
             rpc.handled(code, time.monotonic() - started)
-            if method.generates:
-                self._num_running -= 1
-                if not self._num_running:
-                    self._idle.set()
+
+    @contextmanager
+    def _inside(self, method: Method, call: Call, now: float) -> Generator[_Visit]:
+        """Let a call in for as long as it runs. Raises UnauthenticatedError, NotReadyError and OverloadedError."""
+        allowance = None
+        if self._tokens is not None and not method.is_open:
+            allowance = self._tokens.allowance(call.metadata, now)
+            call = replace(call, caller=f"token:{allowance.token.name}", charge=allowance.charge)
+        if not method.generates:
+            yield _Visit(call)
+            return
+        if self._draining.is_set():
+            raise NotReadyError("the server is draining: retry elsewhere")
+        place = self._admission.enter(call.caller, now)
+        self._idle.clear()
+        try:
+            if allowance is not None:
+                allowance.enter(now)
+            try:
+                yield _Visit(call, place, allowance)
+            finally:
+                if allowance is not None:
+                    allowance.leave()
+        finally:
+            place.leave(time.monotonic())
+            if not self._admission.num_calls:
+                self._idle.set()
 
     async def _request(
-        self, method: Method, rpc: RpcMetrics, data: AsyncIterator[bytes]
+        self, method: Method, rpc: RpcMetrics, data: AsyncIterator[bytes], visit: _Visit
     ) -> Message | AsyncGenerator[Message]:
         if method.stream_request:
-            return (self._parse(method, rpc, item) async for item in data)
+            return self._requests(method, rpc, data, visit)
         try:
-            if method.generates and self._draining:
-                raise NotReadyError("the server is draining: retry elsewhere")
-            async for item in data:
-                return self._parse(method, rpc, item)
-            raise InvalidRequestError(f"the call ended without a message; {method.name} takes one")
-        except DragomanError as error:
-            if method.generates:  # the servicer, which counts the others, never sees this one
-                self._metrics.request_finished(OTHER, method.name, error.code, 0.0)
-            raise
+            async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
+                async for item in data:
+                    return self._parse(method, rpc, item, visit)
+        except TimeoutError:
+            raise InvalidRequestError(
+                f"the call sent no message within {FIRST_MESSAGE_SECONDS:g} s; {method.name} takes one at once"
+            ) from None
+        raise InvalidRequestError(f"the call ended without a message; {method.name} takes one")
 
-    def _parse(self, method: Method, rpc: RpcMetrics, data: bytes) -> Message:
+    async def _requests(
+        self, method: Method, rpc: RpcMetrics, data: AsyncIterator[bytes], visit: _Visit
+    ) -> AsyncGenerator[Message]:
+        is_first = True  # it was paid for when the call came in
+        async for item in data:
+            if visit.allowance is not None and not is_first:
+                visit.allowance.pay(time.monotonic())
+            is_first = False
+            yield self._parse(method, rpc, item, visit)
+
+    def _parse(self, method: Method, rpc: RpcMetrics, data: bytes, visit: _Visit) -> Message:
         rpc.received()
         if len(data) > self._max_message_bytes:
             raise InvalidRequestError(
                 f"the request has {len(data)} bytes; this server accepts {self._max_message_bytes}: send less at once"
             )
+        if visit.place is not None:
+            visit.place.hold(len(data))
         return parse(method.request_type, data)
 
     def _serialize(self, reply: Message) -> bytes:

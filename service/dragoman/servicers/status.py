@@ -33,12 +33,14 @@ _CODES: Final = {
     "source_too_long": grpc.StatusCode.INVALID_ARGUMENT,
     "reply_too_large": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "model_not_found": grpc.StatusCode.NOT_FOUND,
+    "load_failed": grpc.StatusCode.FAILED_PRECONDITION,
     "unsupported": grpc.StatusCode.UNIMPLEMENTED,
     "model_unsupported": grpc.StatusCode.FAILED_PRECONDITION,
     "overloaded": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "too_late": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
     "cancelled": grpc.StatusCode.CANCELLED,
+    "unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
     "not_ready": grpc.StatusCode.UNAVAILABLE,
     "engine_dead": grpc.StatusCode.UNAVAILABLE,
 }
@@ -49,12 +51,14 @@ _CLASSES: Final[dict[str, type[DragomanError]]] = {
     "source_too_long": errors.SourceTooLongError,
     "reply_too_large": errors.ReplyTooLargeError,
     "model_not_found": errors.ModelNotFoundError,
+    "load_failed": errors.LoadError,
     "unsupported": errors.UnsupportedError,
     "model_unsupported": errors.ModelUnsupportedError,
     "overloaded": errors.OverloadedError,
     "too_late": errors.TooLateError,
     "deadline": errors.DeadlineError,
     "cancelled": errors.RequestCancelledError,
+    "unauthenticated": errors.UnauthenticatedError,
     "not_ready": errors.NotReadyError,
     "engine_dead": errors.EngineDeadError,
 }
@@ -68,6 +72,7 @@ _FALLBACK_REASONS: Final = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "deadline",
     grpc.StatusCode.CANCELLED: "cancelled",
     grpc.StatusCode.UNAVAILABLE: "not_ready",
+    grpc.StatusCode.UNAUTHENTICATED: "unauthenticated",
 }
 """For statuses without ErrorInfo: those that gRPC itself makes."""
 

@@ -8,9 +8,11 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from dragoman.alignment import AlignmentPoint
+from dragoman.alignment import AlignmentPoint, Span
 from dragoman.answer import TextHypothesis, TextResult, TextScore, TextSegment, TextUpdate, TopToken
 from dragoman.errors import DragomanError, InvalidRequestError
+from dragoman.model_status import ModelState, ModelStatus
+from dragoman.tokenization import TextToken, TokenizerSide
 from dragoman.types import DecodingOptions, FinishReason, Timing, UnknownWords
 from dragoman.v1 import generation_pb2 as pb
 
@@ -27,6 +29,13 @@ _SINGLE_OPTIONS: Final = tuple(
 _FINISH_REASON_NAMES: Final = {reason: f"FINISH_REASON_{reason.name}" for reason in FinishReason}
 _UNKNOWN_WORDS_NAMES: Final = {policy: f"UNKNOWN_WORDS_{policy.name}" for policy in UnknownWords}
 _UNKNOWN_WORDS: Final = {pb.UnknownWords.Value(name): policy for policy, name in _UNKNOWN_WORDS_NAMES.items()}
+_SIDES: Final = {
+    pb.TOKENIZER_SIDE_UNSPECIFIED: TokenizerSide.SOURCE,
+    pb.TOKENIZER_SIDE_SOURCE: TokenizerSide.SOURCE,
+    pb.TOKENIZER_SIDE_TARGET: TokenizerSide.TARGET,
+}
+_STATE_NAMES: Final = {state: f"MODEL_STATE_{state.name}" for state in ModelState}
+_STATES: Final = {pb.ModelState.Value(name): state for state, name in _STATE_NAMES.items()}
 _FINISH_REASONS: Final = {pb.FinishReason.Value(name): reason for reason, name in _FINISH_REASON_NAMES.items()}
 
 
@@ -67,6 +76,7 @@ def options_from_wire(options: pb.DecodingOptions) -> DecodingOptions:
         suppress_tokens=tuple(options.suppress_tokens),
         suppress_sequences=tuple(tuple(sequence.tokens) for sequence in options.suppress_sequences),
         stop=tuple(options.stop),
+        protect=tuple(options.protect),
         unknown_words=_unknown_words_from_wire(options.unknown_words),
     )
 
@@ -87,6 +97,7 @@ def options_to_wire(options: DecodingOptions) -> pb.DecodingOptions:
         suppress_tokens=options.suppress_tokens,
         suppress_sequences=[pb.TokenSequence(tokens=names) for names in options.suppress_sequences],
         stop=options.stop,
+        protect=options.protect,
         unknown_words=None if options.unknown_words is None else _UNKNOWN_WORDS_NAMES[options.unknown_words],
     )
 
@@ -102,7 +113,9 @@ def check_request_id(request_id: str) -> None:
 
 def update_to_wire(update: TextUpdate) -> pb.StreamGenerateResponse:
     """One event of a stream."""
-    message = pb.StreamGenerateResponse(segment=update.segment, hypothesis=update.hypothesis, delta=update.delta)
+    message = pb.StreamGenerateResponse(
+        segment=update.segment, hypothesis=update.hypothesis, delta=update.delta, source=_span_to_wire(update.source)
+    )
     if update.result is not None:
         message.final = True
         message.result.CopyFrom(_hypothesis_to_wire(update.result))
@@ -112,7 +125,7 @@ def update_to_wire(update: TextUpdate) -> pb.StreamGenerateResponse:
 def update_from_wire(message: pb.StreamGenerateResponse) -> TextUpdate:
     """The inverse of ``update_to_wire``."""
     result = _hypothesis_from_wire(message.result) if message.final else None
-    return TextUpdate(message.segment, message.hypothesis, message.delta, result)
+    return TextUpdate(message.segment, message.hypothesis, message.delta, result, _span_from_wire(message.source))
 
 
 def least_bytes(hypothesis: TextHypothesis) -> int:
@@ -132,6 +145,7 @@ def result_to_wire(result: TextResult, *, model: str, version: str, request_id: 
                 source=pb.Span(start=segment.start, end=segment.end),
                 hypotheses=[_hypothesis_to_wire(hypothesis) for hypothesis in segment.hypotheses],
                 source_tokens=segment.source_tokens,
+                continues=segment.continues,
             )
             for segment in result.segments
         ],
@@ -154,6 +168,7 @@ def result_from_wire(message: pb.GenerateResponse) -> TextResult:
                 s.source.end,
                 tuple(_hypothesis_from_wire(h) for h in s.hypotheses),
                 tuple(s.source_tokens),
+                s.continues,
             )
             for s in message.segments
         ),
@@ -188,6 +203,46 @@ def score_from_wire(message: pb.ScoreResponse) -> TextScore:
     )
 
 
+def side_from_wire(side: pb.TokenizerSide) -> TokenizerSide:
+    """Whose tokens are asked for. Raises InvalidRequestError for a number that means nothing."""
+    if side not in _SIDES:
+        raise InvalidRequestError(f"side is {side}, which means nothing: leave it out, or name a side")
+    return _SIDES[side]
+
+
+def side_to_wire(side: TokenizerSide) -> str:
+    """The inverse of ``side_from_wire``."""
+    return f"TOKENIZER_SIDE_{side.name}"
+
+
+def token_to_wire(token: TextToken) -> pb.Token:
+    """One token of a text."""
+    return pb.Token(token=token.token, id=token.id, span=None if token.span is None else _span_to_wire(token.span))
+
+
+def token_from_wire(message: pb.Token) -> TextToken:
+    """The inverse of ``token_to_wire``."""
+    return TextToken(message.token, message.id, _span_from_wire(message.span) if message.HasField("span") else None)
+
+
+def status_to_wire(status: ModelStatus) -> pb.ModelStatus:
+    """One version of a model."""
+    return pb.ModelStatus(
+        model=status.name,
+        version=status.version,
+        state=_STATE_NAMES[status.state],
+        reason=status.reason,
+        is_default=status.is_default,
+    )
+
+
+def status_from_wire(message: pb.ModelStatus) -> ModelStatus:
+    """The inverse of ``status_to_wire``."""
+    if message.state not in _STATES:
+        raise DragomanError(f"the server sent the state {message.state}, unknown here: upgrade this client")
+    return ModelStatus(message.model, message.version, _STATES[message.state], message.reason, message.is_default)
+
+
 def _hypothesis_to_wire(hypothesis: TextHypothesis) -> pb.Hypothesis:
     message = pb.Hypothesis(
         text=hypothesis.text,
@@ -206,6 +261,7 @@ def _hypothesis_to_wire(hypothesis: TextHypothesis) -> pb.Hypothesis:
             pb.TopTokens(tokens=[pb.TopToken(token=top.token, log_probability=top.log_probability) for top in place])
             for place in hypothesis.top_tokens
         ],
+        unprotected=[_span_to_wire(span) for span in hypothesis.unprotected],
     )
     if hypothesis.token_scores is not None:
         message.scores.tokens.extend(hypothesis.token_scores)
@@ -232,7 +288,16 @@ def _hypothesis_from_wire(message: pb.Hypothesis) -> TextHypothesis:
         top_tokens=tuple(
             tuple(TopToken(top.token, top.log_probability) for top in place.tokens) for place in message.top_tokens
         ),
+        unprotected=tuple(_span_from_wire(span) for span in message.unprotected),
     )
+
+
+def _span_to_wire(span: Span) -> pb.Span:
+    return pb.Span(start=span[0], end=span[1])
+
+
+def _span_from_wire(message: pb.Span) -> Span:
+    return message.start, message.end
 
 
 def _timing_to_wire(timing: Timing) -> pb.Timing:

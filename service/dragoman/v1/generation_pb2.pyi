@@ -28,6 +28,20 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP_SEQUENCE: _ClassVar[FinishReason]
     FINISH_REASON_REPETITION: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+
+class TokenizerSide(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TOKENIZER_SIDE_UNSPECIFIED: _ClassVar[TokenizerSide]
+    TOKENIZER_SIDE_SOURCE: _ClassVar[TokenizerSide]
+    TOKENIZER_SIDE_TARGET: _ClassVar[TokenizerSide]
+
+class ModelState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MODEL_STATE_UNSPECIFIED: _ClassVar[ModelState]
+    MODEL_STATE_LOADING: _ClassVar[ModelState]
+    MODEL_STATE_READY: _ClassVar[ModelState]
+    MODEL_STATE_DRAINING: _ClassVar[ModelState]
+    MODEL_STATE_FAILED: _ClassVar[ModelState]
 UNKNOWN_WORDS_UNSPECIFIED: UnknownWords
 UNKNOWN_WORDS_REFUSE: UnknownWords
 UNKNOWN_WORDS_BYTE_FALLBACK: UnknownWords
@@ -39,6 +53,14 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_STOP_SEQUENCE: FinishReason
 FINISH_REASON_REPETITION: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
+TOKENIZER_SIDE_UNSPECIFIED: TokenizerSide
+TOKENIZER_SIDE_SOURCE: TokenizerSide
+TOKENIZER_SIDE_TARGET: TokenizerSide
+MODEL_STATE_UNSPECIFIED: ModelState
+MODEL_STATE_LOADING: ModelState
+MODEL_STATE_READY: ModelState
+MODEL_STATE_DRAINING: ModelState
+MODEL_STATE_FAILED: ModelState
 
 class GenerateRequest(_message.Message):
     __slots__ = ("model", "version", "text", "target_language", "options", "request_id", "priority")
@@ -59,7 +81,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., text: _Optional[str] = ..., target_language: _Optional[str] = ..., options: _Optional[_Union[DecodingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class DecodingOptions(_message.Message):
-    __slots__ = ("max_new_tokens", "beam_size", "num_hypotheses", "length_penalty", "temperature", "return_scores", "return_alignment", "min_new_tokens", "max_length_ratio", "patience", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "no_repeat_ngram_size", "target_prefix", "suppress_tokens", "suppress_sequences", "stop", "detect_repetition", "num_top_tokens", "return_alternatives", "coverage_penalty", "unknown_words")
+    __slots__ = ("max_new_tokens", "beam_size", "num_hypotheses", "length_penalty", "temperature", "return_scores", "return_alignment", "min_new_tokens", "max_length_ratio", "patience", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "no_repeat_ngram_size", "target_prefix", "suppress_tokens", "suppress_sequences", "stop", "detect_repetition", "num_top_tokens", "return_alternatives", "coverage_penalty", "unknown_words", "split_sentences", "protect")
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BEAM_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_HYPOTHESES_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +107,8 @@ class DecodingOptions(_message.Message):
     RETURN_ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     COVERAGE_PENALTY_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_WORDS_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_SENTENCES_FIELD_NUMBER: _ClassVar[int]
+    PROTECT_FIELD_NUMBER: _ClassVar[int]
     max_new_tokens: int
     beam_size: int
     num_hypotheses: int
@@ -110,7 +134,9 @@ class DecodingOptions(_message.Message):
     return_alternatives: bool
     coverage_penalty: float
     unknown_words: UnknownWords
-    def __init__(self, max_new_tokens: _Optional[int] = ..., beam_size: _Optional[int] = ..., num_hypotheses: _Optional[int] = ..., length_penalty: _Optional[float] = ..., temperature: _Optional[float] = ..., return_scores: _Optional[bool] = ..., return_alignment: _Optional[bool] = ..., min_new_tokens: _Optional[int] = ..., max_length_ratio: _Optional[float] = ..., patience: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., target_prefix: _Optional[str] = ..., suppress_tokens: _Optional[_Iterable[str]] = ..., suppress_sequences: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., stop: _Optional[_Iterable[str]] = ..., detect_repetition: _Optional[bool] = ..., num_top_tokens: _Optional[int] = ..., return_alternatives: _Optional[bool] = ..., coverage_penalty: _Optional[float] = ..., unknown_words: _Optional[_Union[UnknownWords, str]] = ...) -> None: ...
+    split_sentences: bool
+    protect: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, max_new_tokens: _Optional[int] = ..., beam_size: _Optional[int] = ..., num_hypotheses: _Optional[int] = ..., length_penalty: _Optional[float] = ..., temperature: _Optional[float] = ..., return_scores: _Optional[bool] = ..., return_alignment: _Optional[bool] = ..., min_new_tokens: _Optional[int] = ..., max_length_ratio: _Optional[float] = ..., patience: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., target_prefix: _Optional[str] = ..., suppress_tokens: _Optional[_Iterable[str]] = ..., suppress_sequences: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., stop: _Optional[_Iterable[str]] = ..., detect_repetition: _Optional[bool] = ..., num_top_tokens: _Optional[int] = ..., return_alternatives: _Optional[bool] = ..., coverage_penalty: _Optional[float] = ..., unknown_words: _Optional[_Union[UnknownWords, str]] = ..., split_sentences: _Optional[bool] = ..., protect: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TokenSequence(_message.Message):
     __slots__ = ("tokens",)
@@ -139,14 +165,16 @@ class GenerateResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., model: _Optional[str] = ..., version: _Optional[str] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("source", "hypotheses", "source_tokens")
+    __slots__ = ("source", "hypotheses", "source_tokens", "continues")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     HYPOTHESES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTINUES_FIELD_NUMBER: _ClassVar[int]
     source: Span
     hypotheses: _containers.RepeatedCompositeFieldContainer[Hypothesis]
     source_tokens: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, source: _Optional[_Union[Span, _Mapping]] = ..., hypotheses: _Optional[_Iterable[_Union[Hypothesis, _Mapping]]] = ..., source_tokens: _Optional[_Iterable[str]] = ...) -> None: ...
+    continues: bool
+    def __init__(self, source: _Optional[_Union[Span, _Mapping]] = ..., hypotheses: _Optional[_Iterable[_Union[Hypothesis, _Mapping]]] = ..., source_tokens: _Optional[_Iterable[str]] = ..., continues: _Optional[bool] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("start", "end")
@@ -157,20 +185,22 @@ class Span(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Hypothesis(_message.Message):
-    __slots__ = ("text", "tokens", "scores", "finish_reason", "alignment", "top_tokens")
+    __slots__ = ("text", "tokens", "scores", "finish_reason", "alignment", "top_tokens", "unprotected")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNPROTECTED_FIELD_NUMBER: _ClassVar[int]
     text: str
     tokens: _containers.RepeatedScalarFieldContainer[str]
     scores: Scores
     finish_reason: FinishReason
     alignment: _containers.RepeatedCompositeFieldContainer[AlignmentPoint]
     top_tokens: _containers.RepeatedCompositeFieldContainer[TopTokens]
-    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[str]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., alignment: _Optional[_Iterable[_Union[AlignmentPoint, _Mapping]]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ...) -> None: ...
+    unprotected: _containers.RepeatedCompositeFieldContainer[Span]
+    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[str]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., alignment: _Optional[_Iterable[_Union[AlignmentPoint, _Mapping]]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ..., unprotected: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
 
 class TopTokens(_message.Message):
     __slots__ = ("tokens",)
@@ -229,20 +259,22 @@ class Timing(_message.Message):
     def __init__(self, queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., encode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class StreamGenerateResponse(_message.Message):
-    __slots__ = ("segment", "hypothesis", "delta", "final", "result", "response")
+    __slots__ = ("segment", "hypothesis", "delta", "final", "result", "response", "source")
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     HYPOTHESIS_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     segment: int
     hypothesis: int
     delta: str
     final: bool
     result: Hypothesis
     response: GenerateResponse
-    def __init__(self, segment: _Optional[int] = ..., hypothesis: _Optional[int] = ..., delta: _Optional[str] = ..., final: _Optional[bool] = ..., result: _Optional[_Union[Hypothesis, _Mapping]] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ...) -> None: ...
+    source: Span
+    def __init__(self, segment: _Optional[int] = ..., hypothesis: _Optional[int] = ..., delta: _Optional[str] = ..., final: _Optional[bool] = ..., result: _Optional[_Union[Hypothesis, _Mapping]] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., source: _Optional[_Union[Span, _Mapping]] = ...) -> None: ...
 
 class BatchGenerateRequest(_message.Message):
     __slots__ = ("requests",)
@@ -307,7 +339,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("model", "version", "created", "checksum", "precision", "provider", "limits", "unknown_policy", "shape", "quality", "source_tokenizer", "target_tokenizer", "batch_invariant", "alignment")
+    __slots__ = ("model", "version", "created", "checksum", "precision", "provider", "limits", "unknown_policy", "shape", "quality", "source_tokenizer", "target_tokenizer", "batch_invariant", "alignment", "source_language", "target_language", "splits_sentences")
     class QualityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -329,6 +361,9 @@ class GetModelResponse(_message.Message):
     TARGET_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_LANGUAGE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_LANGUAGE_FIELD_NUMBER: _ClassVar[int]
+    SPLITS_SENTENCES_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     created: _timestamp_pb2.Timestamp
@@ -343,7 +378,10 @@ class GetModelResponse(_message.Message):
     target_tokenizer: TokenizerInfo
     batch_invariant: bool
     alignment: bool
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., checksum: _Optional[str] = ..., precision: _Optional[str] = ..., provider: _Optional[str] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., unknown_policy: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., quality: _Optional[_Mapping[str, str]] = ..., source_tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., target_tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., batch_invariant: _Optional[bool] = ..., alignment: _Optional[bool] = ...) -> None: ...
+    source_language: str
+    target_language: str
+    splits_sentences: bool
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., checksum: _Optional[str] = ..., precision: _Optional[str] = ..., provider: _Optional[str] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., unknown_policy: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., quality: _Optional[_Mapping[str, str]] = ..., source_tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., target_tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., batch_invariant: _Optional[bool] = ..., alignment: _Optional[bool] = ..., source_language: _Optional[str] = ..., target_language: _Optional[str] = ..., splits_sentences: _Optional[bool] = ...) -> None: ...
 
 class TokenizerInfo(_message.Message):
     __slots__ = ("kind", "size", "normalization")
@@ -382,3 +420,65 @@ class ModelShape(_message.Message):
     source_vocab_size: int
     target_vocab_size: int
     def __init__(self, d_model: _Optional[int] = ..., num_heads: _Optional[int] = ..., encoder_layers: _Optional[int] = ..., decoder_layers: _Optional[int] = ..., source_vocab_size: _Optional[int] = ..., target_vocab_size: _Optional[int] = ...) -> None: ...
+
+class TokenizeRequest(_message.Message):
+    __slots__ = ("model", "version", "text", "side", "target_language", "request_id")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    SIDE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_LANGUAGE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    text: str
+    side: TokenizerSide
+    target_language: str
+    request_id: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., text: _Optional[str] = ..., side: _Optional[_Union[TokenizerSide, str]] = ..., target_language: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class TokenizeResponse(_message.Message):
+    __slots__ = ("tokens", "model", "version", "request_id")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[Token]
+    model: str
+    version: str
+    request_id: str
+    def __init__(self, tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., model: _Optional[str] = ..., version: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class Token(_message.Message):
+    __slots__ = ("token", "id", "span")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    id: int
+    span: Span
+    def __init__(self, token: _Optional[str] = ..., id: _Optional[int] = ..., span: _Optional[_Union[Span, _Mapping]] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ...) -> None: ...
+
+class ModelStatus(_message.Message):
+    __slots__ = ("model", "version", "state", "reason", "is_default")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    IS_DEFAULT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    state: ModelState
+    reason: str
+    is_default: bool
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., reason: _Optional[str] = ..., is_default: _Optional[bool] = ...) -> None: ...

@@ -54,6 +54,16 @@ class GenerationServiceStub:
                 request_serializer=dragoman_dot_v1_dot_generation__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=dragoman_dot_v1_dot_generation__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/dragoman.v1.GenerationService/Tokenize',
+                request_serializer=dragoman_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=dragoman_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/dragoman.v1.GenerationService/ListModels',
+                request_serializer=dragoman_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=dragoman_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/dragoman.v1.GenerationService/GetModel',
                 request_serializer=dragoman_dot_v1_dot_generation__pb2.GetModelRequest.SerializeToString,
@@ -92,6 +102,20 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """What tokens a model makes of a text. The model does not run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListModels(self, request, context):
+        """Which models there are, and in what state.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """What a served model is and accepts.
         """
@@ -121,6 +145,16 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=dragoman_dot_v1_dot_generation__pb2.ScoreRequest.FromString,
                     response_serializer=dragoman_dot_v1_dot_generation__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=dragoman_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=dragoman_dot_v1_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=dragoman_dot_v1_dot_generation__pb2.ListModelsRequest.FromString,
+                    response_serializer=dragoman_dot_v1_dot_generation__pb2.ListModelsResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -236,6 +270,60 @@ class GenerationService:
             '/dragoman.v1.GenerationService/Score',
             dragoman_dot_v1_dot_generation__pb2.ScoreRequest.SerializeToString,
             dragoman_dot_v1_dot_generation__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dragoman.v1.GenerationService/Tokenize',
+            dragoman_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            dragoman_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dragoman.v1.GenerationService/ListModels',
+            dragoman_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
+            dragoman_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,8 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dragoman.alignment import ForcedPass
 from dragoman.client import AsyncClient
-from dragoman.config import EngineConfig, ServerConfig
+from dragoman.client_credentials import PLAIN, ClientCredentials, open_async_channel
+from dragoman.config import AuthConfig, EngineConfig, ServerConfig, TlsConfig
 from dragoman.metrics import ServerMetrics
+from dragoman.model_table import ModelTable
 from dragoman.pipeline import TextLimits
 from dragoman.served_model import ServedModel
 from dragoman.server import Server
@@ -94,7 +96,7 @@ StartServer = Callable[..., Awaitable[Running]]
 
 @pytest.fixture
 async def start_server() -> AsyncIterator[StartServer]:
-    """Starts a server; it ends with the test. Keyword arguments are ServerConfig's."""
+    """Starts a server; it ends with the test. Other keyword arguments are ServerConfig's."""
     started: list[Running] = []
 
     async def start(
@@ -102,6 +104,9 @@ async def start_server() -> AsyncIterator[StartServer]:
         engine: EngineConfig | None = None,
         forced_pass: ForcedPass | None = None,
         coverage: ForcedPass | None = None,
+        tls: TlsConfig = TlsConfig(),  # noqa: B008  # frozen
+        auth: AuthConfig = AuthConfig(),  # noqa: B008  # frozen
+        credentials: ClientCredentials = PLAIN,
         **settings: Any,
     ) -> Running:
         config = ServerConfig(**{"host": "127.0.0.1", "port": 0, "metrics_port": 0, "drain_seconds": 30.0, **settings})
@@ -111,11 +116,12 @@ async def start_server() -> AsyncIterator[StartServer]:
         model = scripted_model(
             [runner], engine, limits, metrics.listener("scripted"), forced_pass=forced_pass, coverage=coverage
         )
-        server = Server([model], config, metrics)
+        server = Server(ModelTable([model]), config, metrics, tls=tls, auth=auth)
         await server.start()
         target = f"127.0.0.1:{server.port}"
-        channel = grpc.aio.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
-        running = Running(server, model, runner, metrics, AsyncClient(target), channel)
+        channel = open_async_channel(target, credentials, [("grpc.enable_http_proxy", 0)])
+        client = AsyncClient(target, credentials=credentials)
+        running = Running(server, model, runner, metrics, client, channel)
         started.append(running)
         return running
 

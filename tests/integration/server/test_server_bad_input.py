@@ -150,8 +150,8 @@ BAD = {
     "language": (
         GENERATE,
         pb.GenerateRequest(text="abc", target_language="de").SerializeToString(),
-        UNIMPLEMENTED,
-        ["target_language"],
+        IMPOSSIBLE_HERE,
+        ["target_language is 'de'; this model answers in one language"],
     ),
     "long id": (
         GENERATE,
@@ -344,7 +344,7 @@ async def test_a_fault_of_ours_is_internal_and_keeps_its_text_to_the_log(start_s
     def broken(*args: object) -> None:
         raise fault
 
-    monkeypatch.setattr(running.model.pipeline, "_requests", broken)
+    monkeypatch.setattr(running.model.engine, "submit", broken)
     error = await running.refusal(GENERATE, request())
     assert error.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in error.details()

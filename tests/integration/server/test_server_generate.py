@@ -183,5 +183,6 @@ async def test_reflection_lists_the_services_and_their_messages(start_server):
         "dragoman.v1.GenerationService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
+        "inference.GRPCInferenceService",
     ]
     assert replies[1].file_descriptor_response.file_descriptor_proto

@@ -187,6 +187,6 @@ async def test_a_cancel_by_the_engine_is_cancelled_for_the_caller(start_server, 
     def cancelled(*args: object) -> None:
         raise RequestCancelledError("the request was cancelled")
 
-    monkeypatch.setattr(running.model.pipeline, "_requests", cancelled)
+    monkeypatch.setattr(running.model.engine, "submit", cancelled)
     error = await running.refusal(GENERATE, pb.GenerateRequest(text="a").SerializeToString())
     assert error.code() is grpc.StatusCode.CANCELLED

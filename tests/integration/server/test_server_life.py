@@ -13,11 +13,13 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from dragoman.client import ServedResult
 from dragoman.config import EngineConfig, ServerConfig
 from dragoman.errors import ConfigError, EngineDeadError, NotReadyError
 from dragoman.metrics import ServerMetrics
+from dragoman.model_table import ModelTable
 from dragoman.server import Server
-from dragoman.testing import ScriptedRunner, scripted_model
+from dragoman.testing import ALPHABET, ScriptedRunner, copy_script, scripted_model
 
 SERVING = HealthCheckResponse.SERVING
 NOT_SERVING = HealthCheckResponse.NOT_SERVING
@@ -49,6 +51,8 @@ async def test_health_is_serving_while_it_serves_and_not_while_it_drains(start_s
     drain = asyncio.create_task(running.server.drain())
     assert [(await anext(w)).status for w in watchers] == [NOT_SERVING] * 3
     assert await check(running) == NOT_SERVING
+    assert await check(running, f"{GENERATION}/scripted") == NOT_SERVING
+    assert await check(running, "liveness") == SERVING
     with pytest.raises(NotReadyError, match="draining"):
         await running.client.generate("abc")
     gate.open()
@@ -115,6 +119,40 @@ async def test_a_stream_that_runs_during_the_drain_ends_as_it_would_have(start_s
     assert await drain is True
 
 
+async def test_each_call_that_runs_or_waits_during_the_drain_ends_as_it_would_have(start_server):
+    """Streams that fail end with their own status, the others and those that wait with their answers; none is new."""
+    broken = ("aaa", "aab")
+
+    def script(source, fed):
+        letters = "".join(ALPHABET[index - 4] for index in source[:-1])
+        return [float("nan")] * 30 if letters in broken and len(fed) > 1 else copy_script(source, fed)
+
+    running = await start_server(ScriptedRunner(script, num_slots=5))
+    gate = running.gate()
+
+    async def stream(text: str) -> str:
+        *_, whole = [item async for item in running.client.stream(text)]
+        assert isinstance(whole, ServedResult)
+        return whole.text
+
+    texts = (*broken, "bcd", "cde", "def")
+    streams = [asyncio.create_task(stream(text)) for text in texts]
+    await gate.wait_reached()
+    waiting = [asyncio.create_task(running.client.generate(f"x{letter}")) for letter in ALPHABET[:10]]
+    while running.model.engine.snapshot().num_waiting + running.model.engine.snapshot().num_running < 15:
+        await check(running)
+    drain = asyncio.create_task(running.server.drain())
+    while await check(running) == SERVING:
+        pass
+    with pytest.raises(NotReadyError, match="draining"):
+        await running.client.generate("abc")
+    gate.open()
+    ends = await asyncio.gather(*streams, return_exceptions=True)
+    assert [end if isinstance(end, str) else end.code for end in ends] == ["internal"] * 2 + list(texts[2:])
+    assert [(await call).text for call in waiting] == [f"x{letter}" for letter in ALPHABET[:10]]
+    assert await drain is True
+
+
 @pytest.mark.parametrize("which", ["port", "metrics_port"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
 async def test_a_port_in_use_is_a_clear_error(host, which):
@@ -124,7 +162,7 @@ async def test_a_port_in_use_is_a_clear_error(host, which):
         taken.listen()
         port = taken.getsockname()[1]
         config = ServerConfig(**{"host": host, "port": 0, "metrics_port": 0, which: port})
-        server = Server([scripted_model()], config, ServerMetrics())
+        server = Server(ModelTable([scripted_model()]), config, ServerMetrics())
         with pytest.raises(ConfigError, match=rf"{host}:{port}.*in use"):
             await server.start()
 
@@ -141,7 +179,7 @@ async def test_a_second_server_cannot_have_the_port_of_the_first(start_server):
 async def test_the_same_model_twice_is_refused():
     """Names and versions route requests, so they must differ."""
     with pytest.raises(ConfigError, match="scripted version 1"):
-        Server([scripted_model(), scripted_model()], ServerConfig(), ServerMetrics())
+        ModelTable([scripted_model(), scripted_model()])
 
 
 async def test_a_runner_that_raises_fails_every_call_and_turns_health(start_server):
@@ -159,7 +197,7 @@ async def test_a_runner_that_raises_fails_every_call_and_turns_health(start_serv
             await call
         assert "secret" not in str(caught.value)
     assert isinstance(await failed, EngineDeadError)
-    assert await check(running) == NOT_SERVING
+    assert await check(running) == await check(running, "liveness") == NOT_SERVING
     with pytest.raises(EngineDeadError):
         await running.client.generate("abc")
 
@@ -174,7 +212,7 @@ async def test_a_step_that_hangs_is_found_and_fails_every_call(start_server):
     with pytest.raises(EngineDeadError):
         await call
     assert isinstance(await failed, EngineDeadError)
-    assert await check(running, GENERATION) == NOT_SERVING
+    assert await check(running, GENERATION) == await check(running, "liveness") == NOT_SERVING
 
 
 SERVE = """
@@ -182,6 +220,7 @@ import asyncio, sys, threading, time
 from dragoman.cli.serve import serve
 from dragoman.config import EngineConfig, ServerConfig
 from dragoman.metrics import ServerMetrics
+from dragoman.model_table import ModelTable
 from dragoman.server import Server
 from dragoman.testing import ScriptedRunner, scripted_model
 
@@ -192,7 +231,7 @@ runner.before_decode = fault
 model = scripted_model([runner], EngineConfig(stuck_seconds={stuck_seconds}))
 config = ServerConfig(host="127.0.0.1", port=0, metrics_port=0)
 async def main():
-    return await serve(Server([model], config, ServerMetrics()), ["scripted"])
+    return await serve(Server(ModelTable([model]), config, ServerMetrics()))
 sys.exit(asyncio.run(main()))
 """
 
@@ -281,3 +320,38 @@ async def test_a_second_signal_ends_serve_at_once(start_process):
     with pytest.raises(grpc.aio.AioRpcError):
         await call
     assert b"SIGTERM again" in await process.process.stderr.read()
+
+
+LOAD_FOR_EVER = """
+import asyncio, sys, threading
+from pathlib import Path
+from dragoman.cli.serve import serve
+from dragoman.config import RepositoryConfig, ServerConfig, embedded_bundle
+from dragoman.metrics import ServerMetrics
+from dragoman.model_loader import ModelLoader
+from dragoman.model_repository import ModelRepository
+from dragoman.model_table import ModelTable
+from dragoman.server import Server
+
+def load(path):
+    print("loading", flush=True)
+    threading.Event().wait()
+
+async def main():
+    table = ModelTable()
+    loader = ModelLoader(table, ModelRepository([embedded_bundle("g2p-en")]), load, RepositoryConfig(), 30.0)
+    config = ServerConfig(host="127.0.0.1", port=0, metrics_port=0)
+    return await serve(Server(table, config, ServerMetrics(), loader))
+sys.exit(asyncio.run(main()))
+"""
+
+
+async def test_a_signal_while_models_load_ends_serve_at_once():
+    """However long the load would have taken: nothing was promised to anybody, and the exit status is 0."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", LOAD_FOR_EVER, stdout=pipe, stderr=pipe)
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readline(), 60) == b"loading\n"
+    process.terminate()
+    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, out) == (0, b"")

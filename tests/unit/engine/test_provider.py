@@ -6,7 +6,7 @@ import onnxruntime as ort
 import pytest
 
 from dragoman.bundle import load_manifest
-from dragoman.config import DEFAULT_MODEL, embedded_bundle
+from dragoman.config import embedded_bundle
 from dragoman.engine import provider
 from dragoman.engine.provider import CUDA, check_available, check_placement, misplaced_nodes, record_placement
 from dragoman.errors import BundleError, ConfigError
@@ -16,7 +16,7 @@ def session(file):
     """A real session, on the CPU, that tells where its nodes are."""
     options = ort.SessionOptions()
     record_placement(options)
-    path = embedded_bundle(DEFAULT_MODEL) / file
+    path = embedded_bundle("g2p-en") / file
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
@@ -37,7 +37,7 @@ class ScriptedSession:
 
 def test_onnx_runtime_tells_the_nodes_that_are_on_the_cpu():
     """Of a graph that is there altogether, all attention and all products are named, and no arithmetic of shapes."""
-    graphs = load_manifest(embedded_bundle(DEFAULT_MODEL)).graphs[0]
+    graphs = load_manifest(embedded_bundle("g2p-en")).graphs[0]
     for graph in (graphs.encoder, graphs.decoder):
         kinds = [name.partition(" ")[0] for name in misplaced_nodes(session(graph.file))]
         required = sum(number for kind, number in graph.required_nodes.items() if kind.startswith("GroupQuery"))

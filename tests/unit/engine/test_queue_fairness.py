@@ -301,3 +301,34 @@ def test_there_is_room_for_as_many_as_are_told(waiting, max_waiting, caller, pri
         went_in = False
     assert fits == went_in
     assert queue.num_waiting <= max_waiting
+
+
+def test_the_tokens_that_wait_are_bounded_and_a_lone_request_may_have_more():
+    """The refusal names what waits, what was asked for, and the limit; what leaves gives its tokens back."""
+    queue = Queue(10, 1, 100, max_waiting_tokens=10)
+    large = sequence(length=50)
+    queue.put(large)
+    with pytest.raises(OverloadedError, match="50 source tokens wait already and this one has 3, the limit is 10"):
+        queue.put(sequence(length=3))
+    assert queue.take(0, 100, 1000) == [large]
+    queue.put(sequence(length=6))
+    queue.put(sequence(length=4))
+    assert (queue.num_tokens, queue.num_waiting) == (10, 2)
+    queue.take(0, 100, 1000)
+    assert (queue.num_tokens, queue.work) == (0, 0)
+
+
+def test_a_caller_of_few_tokens_gets_the_room_of_whoever_holds_the_most():
+    """That one's newest requests end as overloads, and no more of them than it takes."""
+    queue = Queue(10, 1, 100, max_waiting_tokens=12)
+    heavy = [sequence(length=3, caller="heavy") for _ in range(4)]
+    for one in heavy:
+        queue.put(one)
+    queue.put(sequence(length=4, caller="light"))
+    dropped = queue.sweep(now=0.0)
+    assert [one.sequence for one in dropped] == [heavy[3], heavy[2]]
+    assert all(isinstance(one.error, OverloadedError) and "limit is 12" in str(one.error) for one in dropped)
+    assert queue.num_tokens == 10
+    with pytest.raises(OverloadedError):
+        queue.put(sequence(length=3, caller="light"))  # 7 would be more than an even share
+    assert queue.sweep(now=0.0) == []

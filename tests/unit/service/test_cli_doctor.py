@@ -11,7 +11,7 @@ import pytest
 
 from dragoman.cli import doctor
 from dragoman.cli.doctor import State, check_attention, check_gpu, check_machine
-from dragoman.config import DEFAULT_MODEL, DeviceConfig, EngineConfig, embedded_bundle
+from dragoman.config import DeviceConfig, EngineConfig, embedded_bundle
 from dragoman.machine import Machine
 
 ZEN3 = Machine("EPYC", ("avx2",), 8, None, 64 << 30, None)
@@ -38,7 +38,7 @@ def test_a_sound_installation_has_no_problem(examine):
     """On the CPU, with the embedded model loaded as a server would load it."""
     status, out = examine("--provider", "cpu")
     assert status == 0
-    assert f"{DEFAULT_MODEL}" in out and "loads for cpu, and gives its golden answers (cpu/int8)" in out
+    assert "g2p-en" in out and "loads for cpu, and gives its golden answers (cpu/int8)" in out
     assert "CPUExecutionProvider" in out
     assert out.endswith("no problems for --provider cpu\n")
 
@@ -54,7 +54,7 @@ def test_programs_get_the_same_as_json(examine):
 
 def test_a_damaged_bundle_is_a_problem(examine, tmp_path):
     """Named with the file at fault."""
-    bundle = shutil.copytree(embedded_bundle(DEFAULT_MODEL), tmp_path / "copy")
+    bundle = shutil.copytree(embedded_bundle("g2p-en"), tmp_path / "copy")
     content = bytearray((bundle / "decoder.cpu.int8.onnx").read_bytes())
     content[len(content) // 2] ^= 1
     (bundle / "decoder.cpu.int8.onnx").write_bytes(content)
@@ -67,9 +67,9 @@ def test_a_damaged_bundle_is_a_problem(examine, tmp_path):
 def test_a_bundle_without_graphs_for_the_provider_is_a_problem(examine):
     """An embedded one is not: nobody asked for it."""
     findings = by_name(doctor.check_models(None, "cuda", EngineConfig(), DeviceConfig()))
-    assert findings[DEFAULT_MODEL].state is State.NOTE
-    assert "no graphs for cuda" in findings[DEFAULT_MODEL].remedy
-    status, out = examine(embedded_bundle(DEFAULT_MODEL), "--provider", "cuda-dry")
+    assert findings["g2p-en"].state is State.NOTE
+    assert "no graphs for cuda" in findings["g2p-en"].remedy
+    status, out = examine(embedded_bundle("g2p-en"), "--provider", "cuda-dry")
     assert status == 1 and "it has no graphs for cuda" in out
 
 
@@ -97,7 +97,7 @@ def test_it_works_without_onnx_runtime_and_says_what_to_install():
     assert (done.returncode, done.stderr) == (1, "")
     assert "X onnxruntime" in done.stdout and "not installed" in done.stdout and "extra [cpu]" in done.stdout
     assert "processor" in done.stdout
-    assert f"X {DEFAULT_MODEL}" in done.stdout and "whole (cpu/int8), but does not load" in done.stdout
+    assert "X g2p-en" in done.stdout and "whole (cpu/int8), but does not load" in done.stdout
 
 
 def test_a_missing_package_is_a_problem(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import io
 import json
 import os
@@ -266,21 +267,38 @@ async def test_texts_of_the_command_line_may_hold_anything():
     assert out.getvalue() == b"A\nB\n\nC\n"
 
 
+async def test_what_was_lost_is_told_on_stderr(capsys):
+    """With the line's name and the text that is not in the answer; the answer is printed all the same."""
+
+    async def answer(text):
+        hypothesis = TextHypothesis("a  b", (), FinishReason.STOP, unprotected=((2, 5), (8, 10)))
+        return dataclasses.replace(result("a  b"), segments=(TextSegment(0, len(text), (hypothesis,)),))
+
+    out = io.BytesIO()
+    lines = lines_of_arguments(["a {x} b %s"])
+    assert await answer_lines(lines, answer, out, show=text_of, stop=True) == 0
+    assert out.getvalue() == b"a  b\n"
+    assert capsys.readouterr().err == (
+        "dragoman generate: text 1: not in the answer as often as in the text: '{x}', '%s'\n"
+    )
+
+
 async def test_a_stream_is_printed_in_the_text_s_own_layout():
     """Pieces of a later segment wait for the earlier ones; blanks stay where they were."""
-    text = " ab\r\n\n cd \n"
+    text = " ab\r\n\n cd e \n"
 
     async def items():
         done = TextHypothesis("", (), FinishReason.STOP)
-        yield TextUpdate(1, 0, "C")
-        yield TextUpdate(0, 0, "A")
-        yield TextUpdate(1, 0, "D", done)
-        yield TextUpdate(0, 0, "B", done)
+        yield TextUpdate(1, 0, "C", source=(7, 9))
+        yield TextUpdate(0, 0, "A", source=(1, 3))
+        yield TextUpdate(1, 0, "D", done, source=(7, 9))
+        yield TextUpdate(0, 0, "B", done, source=(1, 3))
+        yield TextUpdate(2, 0, "E", done, source=(10, 11))
         yield result("")
 
     out = io.StringIO()
     assert await print_stream(text, items(), out) == 0
-    assert out.getvalue() == " AB\r\n\n CD \n\n"
+    assert out.getvalue() == " AB\r\n\n CD E \n\n"
 
 
 @pytest.mark.parametrize("text", ["", " \n "])

@@ -12,14 +12,14 @@ import pytest
 from dragoman.bundle import MANIFEST_NAME, ModelBundle, save_bundle
 from dragoman.cli import inspect as command
 from dragoman.cli import main as cli
-from dragoman.config import DEFAULT_MODEL, embedded_bundle
+from dragoman.config import embedded_bundle
 from dragoman.errors import BundleError
 
 
 @pytest.fixture
 def bundle(tmp_path):
     """A copy of the embedded bundle, to be damaged."""
-    return shutil.copytree(embedded_bundle(DEFAULT_MODEL), tmp_path / "copy")
+    return shutil.copytree(embedded_bundle("g2p-en"), tmp_path / "copy")
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def flip(path):
 
 def test_everything_that_matters_is_shown(inspect):
     """Each fact of the manifest stands in the table, every required node with its three counts, every file's size."""
-    status, out, err = inspect(DEFAULT_MODEL)
-    manifest = ModelBundle.load(embedded_bundle(DEFAULT_MODEL)).manifest
+    status, out, err = inspect("g2p-en")
+    manifest = ModelBundle.load(embedded_bundle("g2p-en")).manifest
     assert (status, err) == (0, "")
     assert out.startswith(f"{manifest.name} version {manifest.version}\n")
     for expected in (
@@ -114,9 +114,9 @@ def test_verify_says_what_it_left_out(inspect, bundle, tmp_path):
 
 def test_kinds_of_nodes_that_must_not_be_there_take_one_line(inspect):
     """Of each graph; all of them are in the JSON."""
-    _, out, _ = inspect(DEFAULT_MODEL)
+    _, out, _ = inspect("g2p-en")
     lines = [line.strip() for line in out.splitlines() if line.strip().startswith("none of")]
-    manifest = ModelBundle.load(embedded_bundle(DEFAULT_MODEL)).manifest
+    manifest = ModelBundle.load(embedded_bundle("g2p-en")).manifest
     kinds = manifest.graphs[0].encoder.required_nodes
     number = sum(len(kind.split("+")) for kind, required in kinds.items() if not required)
     assert lines[0].startswith(f"none of {number} others: attention unfused") and len(lines[0]) < 120
@@ -186,9 +186,9 @@ def test_an_answer_that_does_not_come_out_is_status_1(inspect, bundle, tmp_path,
 
 def test_graph_draws_every_operator(inspect):
     """A bar for each, as long as its count, and the sum."""
-    status, out, _ = inspect(DEFAULT_MODEL, "--graph")
+    status, out, _ = inspect("g2p-en", "--graph")
     assert status == 0
-    graph = ModelBundle.load(embedded_bundle(DEFAULT_MODEL)).manifest.graphs[0].decoder
+    graph = ModelBundle.load(embedded_bundle("g2p-en")).manifest.graphs[0].decoder
     drawn = out[out.rindex("decoder.cpu.int8.onnx  ", 0, out.index("\nprovenance")) :]
     lines = [line.split() for line in drawn.splitlines()]
     for kind, number in graph.exported_nodes.items():
@@ -220,6 +220,6 @@ def test_the_exit_status_of_a_refusal_is_2(monkeypatch, capsys, tmp_path):
 def test_a_folder_comes_before_an_embedded_model_of_its_name(inspect, tmp_path, monkeypatch):
     """What lies here is what is meant."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / DEFAULT_MODEL).mkdir()
+    (tmp_path / "g2p-en").mkdir()
     with pytest.raises(BundleError, match="is no bundle"):
-        inspect(DEFAULT_MODEL)
+        inspect("g2p-en")

@@ -11,8 +11,9 @@ import onnxruntime as ort
 import pytest
 
 from dragoman.cli import generate, runtime, serve
-from dragoman.config import DeviceConfig, EngineConfig, ServerConfig
+from dragoman.config import SECTIONS, DeviceConfig, EngineConfig, ServerConfig
 from dragoman.errors import ConfigError
+from dragoman.setting import settings_of
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -65,17 +66,24 @@ def test_options_become_settings_and_their_defaults_are_the_settings_own():
 
 def test_every_setting_has_a_flag():
     """Nothing can be set in code alone."""
-    args = parse(serve)
-    for config in (ServerConfig, EngineConfig, DeviceConfig):
-        for name in config.__dataclass_fields__:
-            assert hasattr(args, name), name
+    for known in (known for section in SECTIONS.values() for known in settings_of(section)):
+        if known.kind is bool:
+            flags = [known.flag]
+        elif known.is_list:
+            flags = [known.flag, ",".join(map(str, known.default or ("a", "b")))]  # type: ignore[arg-type]
+        else:
+            flags = [known.flag, str(known.choices[0] if known.choices else known.default)]
+        if known.name == "bundles":
+            assert parse(serve, "a", "b").bundle == ["a", "b"]
+        elif not known.secret:
+            assert hasattr(parse(serve, *flags), known.name), known.name
 
 
 def test_a_bad_setting_is_refused_with_its_limit():
     """Before anything is loaded."""
-    with pytest.raises(ConfigError, match="port is 99999"):
+    with pytest.raises(ConfigError, match="--port is 99999; it must be from 0 to 65535"):
         serve.run(parse(serve, "--port", "99999"))
-    with pytest.raises(ConfigError, match="num_slots is 0"):
+    with pytest.raises(ConfigError, match="--slots is 0; it must be from 1 to 65536"):
         serve.run(parse(serve, "--slots", "0"))
 
 

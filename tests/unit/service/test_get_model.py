@@ -7,6 +7,8 @@ import pytest
 from dragoman.bundle import Shortlist
 from dragoman.config import ServerConfig
 from dragoman.metrics import ServerMetrics
+from dragoman.model_table import ModelTable
+from dragoman.observer import RequestObserver
 from dragoman.servicers.generation import GenerationServicer
 from dragoman.servicers.rpc import Call
 from dragoman.testing import scripted_manifest, scripted_model
@@ -22,7 +24,7 @@ async def described(trained, graphs, shortlist=None):
     model = scripted_model(manifest=dataclasses.replace(manifest, quality=trained, graphs=(graph_set,)))
     if shortlist is not None:
         model.shortlist = Shortlist("cpu", "int8", "", graph_set.decoder, "", 1, 1, 1.0, shortlist)
-    servicer = GenerationServicer([model], ServerConfig(), ServerMetrics())
+    servicer = GenerationServicer(ModelTable([model]), ServerConfig(), RequestObserver(ServerMetrics()))
     (get_model,) = (method for method in servicer.methods() if method.name == "GetModel")
     (response,) = [reply async for reply in get_model.behaviour(pb.GetModelRequest(), Call("GetModel"))]
     return dict(response.quality)

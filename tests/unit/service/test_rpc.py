@@ -10,8 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
+from dragoman.admission import Admission
 from dragoman.errors import InvalidRequestError
 from dragoman.metrics import ServerMetrics
+from dragoman.observer import RequestObserver
 from dragoman.servicers.rpc import Call, Method, RpcRouter
 from dragoman.v1 import generation_pb2 as pb
 
@@ -29,6 +31,9 @@ class Context:
     def peer(self) -> str:
         return "ipv4:192.0.2.1:50321"
 
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        return (("key", "first"), ("key", "last"))
+
     async def abort(self, *status: Any) -> None:
         self.aborted = status
         raise grpc.aio.AbortError("aborted")
@@ -36,7 +41,9 @@ class Context:
 
 def router_for(behaviour: Any) -> tuple[ServerMetrics, Any]:
     metrics = ServerMetrics()
-    router = RpcRouter([Method("s", "m", pb.GetModelRequest, behaviour)], metrics, 1000)
+    router = RpcRouter(
+        [Method("s", "m", pb.GetModelRequest, behaviour)], RequestObserver(metrics), 1000, Admission(100, 1 << 20)
+    )
     details: Any = SimpleNamespace(method="/s/m")
     return metrics, router.service(details).stream_stream
 
@@ -106,7 +113,12 @@ async def test_a_call_whose_caller_is_gone_closes_the_work_too():
             raise grpc.aio.UsageError("the call is over")
 
     metrics = ServerMetrics()
-    router = RpcRouter([Method("s", "m", pb.GenerateRequest, behaviour, stream_reply=True)], metrics, 1000)
+    router = RpcRouter(
+        [Method("s", "m", pb.GenerateRequest, behaviour, stream_reply=True)],
+        RequestObserver(metrics),
+        1000,
+        Admission(100, 1 << 20),
+    )
     details: Any = SimpleNamespace(method="/s/m")
     handler: Any = router.service(details).stream_stream
     context = Gone()

@@ -19,7 +19,7 @@ texts = st.text(max_size=8)
 counts = st.integers(0, 2**32 - 1)
 numbers = st.floats(-100, 0)
 hypotheses = st.builds(
-    lambda text, tokens, reason, scores, alignment, top: TextHypothesis(
+    lambda text, tokens, reason, scores, alignment, top, unprotected: TextHypothesis(
         text,
         tuple(tokens),
         reason,
@@ -28,6 +28,7 @@ hypotheses = st.builds(
         log_probability=None if scores is None else sum(scores, 0.0),
         alignment=tuple(alignment),
         top_tokens=tuple(tuple(place) for place in top),
+        unprotected=tuple(unprotected),
     ),
     texts,
     st.lists(texts, max_size=3),
@@ -37,6 +38,7 @@ hypotheses = st.builds(
         st.builds(AlignmentPoint, counts, counts, st.floats(0, 1, width=32), st.tuples(counts, counts)), max_size=3
     ),
     st.lists(st.lists(st.builds(TopToken, texts, numbers), max_size=2), max_size=2),
+    st.lists(st.tuples(counts, counts), max_size=2),
 )
 times = st.builds(Timing, *[st.integers(0, 10**12).map(lambda n: n / 1e9)] * 4)
 results = st.builds(
@@ -49,6 +51,7 @@ results = st.builds(
             counts,
             st.lists(hypotheses, min_size=1, max_size=2).map(tuple),
             st.lists(texts, max_size=3).map(tuple),
+            st.booleans(),
         ),
         max_size=2,
     ).map(tuple),
@@ -75,7 +78,7 @@ def test_a_result_comes_back_as_it_was_sent(result):
     )
 
 
-@given(st.builds(TextUpdate, counts, counts, texts, st.none() | hypotheses))
+@given(st.builds(TextUpdate, counts, counts, texts, st.none() | hypotheses, st.tuples(counts, counts)))
 def test_an_update_comes_back_as_it_was_sent(update):
     """With and without the finished hypothesis."""
     assert wire.update_from_wire(wire.update_to_wire(update)) == update
@@ -106,6 +109,7 @@ steering = {
     "num_top_tokens": st.integers(0, 32),
     "return_alignment": st.booleans(),
     "unknown_words": st.none() | st.sampled_from(UnknownWords),
+    "split_sentences": st.none() | st.booleans(),
 }
 some_options = (
     st.builds(
@@ -130,6 +134,7 @@ some_options = (
     | st.builds(
         DecodingOptions, num_hypotheses=st.integers(1, 1024), return_alternatives=st.just(value=True), **steering
     )
+    | st.builds(DecodingOptions, protect=st.lists(st.text(min_size=1, max_size=8), max_size=16).map(tuple))
 )
 
 

@@ -14,11 +14,12 @@ from dragoman.document import join, split
         ("  \n\t\r\n\u00a0", []),
         ("one", ["one"]),
         ("Menu\n\nSoup\t4.50\r\n  Bread\n", ["Menu", "Soup\t4.50", "Bread"]),
-        ("a\u2028b\x85c\rd", ["a\u2028b\x85c\rd"]),
+        ("a\u2028b\x85c\rd\ve\u2029\ff", ["a", "b", "c", "d", "e", "f"]),
+        ("a\x1cb\u00a0c\u200bd", ["a\x1cb\u00a0c\u200bd"]),
     ],
 )
-def test_only_line_feeds_separate_segments(text, segments):
-    """Worked examples: LF and CRLF end a line, other separators do not; blanks around a line are not in a segment."""
+def test_lines_end_at_unicode_s_mandatory_breaks(text, segments):
+    """Worked examples: nothing else ends one; blanks around a line are not in a segment."""
     assert [segment.text for segment in split(text)] == segments
 
 
@@ -28,7 +29,7 @@ def test_splitting_stops_once_there_are_too_many():
     assert len(split("a\n" * 5, max_segments=5)) == 5
 
 
-@given(st.text(st.sampled_from("ab \n\r\t\u00a0\u2028")))
+@given(st.text(st.sampled_from("ab \n\r\t\v\f\u00a0\x85\u2028\u2029")))
 def test_splitting_and_joining_gives_the_text_back(text):
     """Answers equal to the segments give the text, byte for byte; spans cut exactly the segments."""
     segments = split(text)

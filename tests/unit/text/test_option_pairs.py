@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 
 from dragoman.alignment import Aligner
 from dragoman.answer import TextHypothesis, TextResult
+from dragoman.bundle import TextRules
 from dragoman.config import EngineConfig
 from dragoman.engine.engine import Engine, Stream
 from dragoman.errors import DragomanError, InvalidRequestError
@@ -108,6 +111,11 @@ OPTIONS: dict[str, tuple[Any, Callable[[Outcome], bool]]] = {
             and all("<unk>" not in answer.text and len(answer.text) == len(answer.tokens) for answer in o.answers)
         ),
     ),
+    "split_sentences": (True, lambda o: [(s.start, s.end) for s in o.result.segments] == [(0, len(KNOWN))]),
+    "protect": (
+        ("cd",),
+        every(lambda o, a: a.unprotected == (() if re.findall(r"(?<![a-z])cd(?![a-z])", a.text) else ((2, 4),))),
+    ),
 }
 """For each option a value that is not its default, and what it promises."""
 
@@ -149,7 +157,7 @@ async def test_every_pair_of_options_is_honoured_or_refused_by_name(monkeypatch:
 
     monkeypatch.setattr(Engine, "submit", remember)
     monkeypatch.setattr(secrets, "randbits", random.Random(0).getrandbits)  # the same draws in every run
-    manifest = scripted_manifest()
+    manifest = replace(scripted_manifest(), texts=TextRules("en", None, False, ("itself",)))
     tokenizers = SourceTokenizer(VOCABULARY, (), (EOS_ID,)), TargetTokenizer(VOCABULARY)
     engine = Engine([ScriptedRunner(script)], token_rules(manifest), EngineConfig())
     aligner = Aligner(forced_pass, 64, coverage)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 
 from dragoman.alignment import Aligner
 from dragoman.answer import TextResult
+from dragoman.bundle import SpecialIds
 from dragoman.config import EngineConfig
 from dragoman.engine.engine import Engine
 from dragoman.errors import InvalidRequestError, ModelUnsupportedError
@@ -42,9 +44,11 @@ def echo(source, fed, size=30):
 
 
 @contextlib.asynccontextmanager
-async def running(vocabulary=LETTERS, forced_pass=straight, runner=None):
+async def running(vocabulary=LETTERS, forced_pass=straight, runner=None, special_ids=None):
     """A model that answers with its source."""
     manifest = scripted_manifest()
+    if special_ids is not None:
+        manifest = dataclasses.replace(manifest, special_ids=special_ids)
     runner = runner or ScriptedRunner(partial(echo, size=len(vocabulary.tokens)))
     engine = Engine([runner], token_rules(manifest), EngineConfig())
     aligner = None if forced_pass is None else Aligner(forced_pass, 8)
@@ -174,6 +178,18 @@ async def test_words_are_copied_with_the_blanks_of_the_vocabulary(sentencepiece_
         for text in ("the 日本 dog", "日本 the"):
             (answer,) = await answers(pipeline, text, unknown_words=COPY)
             assert answer.text == text and answer.tokens.count("<unk>") == 1
+
+
+async def test_policies_hold_where_the_unknown_has_another_id():
+    """The last one here, which the model may produce by itself: copied, or never said where that is asked for."""
+    vocabulary = PlainVocabulary("piece", ("<blank>", "<s>", "</s>", "the", "dog", "<unk>"), (0, 1, 2, 5), 5)
+    async with running(vocabulary, special_ids=SpecialIds(EOS_ID, 1, ())) as pipeline:
+        (copied,) = await answers(pipeline, "the Zug dog", unknown_words=COPY)
+        (suppressed,) = await answers(pipeline, "the Zug dog", unknown_words=SUPPRESS)
+        with pytest.raises(InvalidRequestError, match="text holds 'Zug'"):
+            await answers(pipeline, "the Zug dog")
+    assert (copied.text, copied.tokens) == ("the Zug dog", ("the", "<unk>", "dog"))
+    assert "<unk>" not in suppressed.tokens and suppressed.text.startswith("the ")
 
 
 async def test_the_text_of_a_stream_waits_at_the_first_copied_word():
