@@ -26,3 +26,6 @@ describe() {
 }
 describe v1 "Generated from proto/dragoman/v1 by proto/generate.sh; the Python form of the wire contract."
 describe oip "Generated from proto/dragoman/oip by proto/generate.sh. Not for processes that import tritonclient: same names."
+if [ "$out" = service ]; then # not where CI makes it a second time, to compare
+  PYTHONPATH=service "$python" proto/landed.py
+fi

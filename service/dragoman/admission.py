@@ -27,6 +27,15 @@ class Admission:
         self._seconds = _UNKNOWN_SECONDS
 
     @property
+    def max_calls(self) -> int:
+        """How many calls may be inside; whatever it becomes, those that are inside stay."""
+        return self._calls.limit
+
+    @max_calls.setter
+    def max_calls(self, max_calls: int) -> None:
+        self._calls.limit = max_calls
+
+    @property
     def num_calls(self) -> int:
         """Calls that are inside."""
         return self._calls.total

@@ -1,12 +1,17 @@
 """The typed client: text in, dataclasses out, errors as ``dragoman.errors``. ``AsyncClient``, and ``Client``.
 
-Both speak as their ``ClientCredentials`` say: by default in the clear, without a token. A call without ``timeout`` (seconds) waits as long as the server does. Proxies that the
-environment names are not used: a target is dialled directly. An argument of a wrong type is an InvalidRequestError,
-before anything is sent.
+Both speak as their ``ClientCredentials`` say: by default in the clear, without a token. A target is ``HOST:PORT``, or
+``IP:PORT,IP:PORT,...``; of several servers, each gets every n-th call: see ``addresses.py``. A call that was refused
+for the moment is made again as the ``RetryPolicy`` says (see ``retries.py``): a stream only before its first message, a
+text of a batch not at all. A call without ``timeout`` (seconds, for all attempts together) waits as long as the server
+does. Proxies that the environment names are not used: a target is dialled directly. An argument of a wrong type is an
+InvalidRequestError, before anything is sent.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -15,11 +20,14 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import grpc
+from google.protobuf.message import Message
 
+from dragoman.addresses import channel_target
 from dragoman.answer import TextResult, TextScore, TextUpdate
 from dragoman.client_credentials import PLAIN, ClientCredentials, open_async_channel, open_channel
 from dragoman.errors import ConfigError, DragomanError, InvalidRequestError
 from dragoman.model_status import ModelStatus
+from dragoman.retries import Attempts, RetryPolicy
 from dragoman.servicers import wire
 from dragoman.servicers.status import error_of, error_of_rpc
 from dragoman.tokenization import TextToken, TokenizerSide
@@ -35,6 +43,7 @@ _OPTIONS: Final = [
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
 _GREEDY: Final = DecodingOptions()
+_RETRIES: Final = RetryPolicy()
 
 MAX_TIMEOUT_SECONDS: Final = 1_000_000_000
 """Thirty years. From some 7 times this on, gRPC's clock overflows, and takes the deadline for one that has passed."""
@@ -93,11 +102,14 @@ class ModelInfo:
 
 
 @contextmanager
-def _dial(target: str) -> Iterator[None]:
+def _dial(target: str, credentials: ClientCredentials) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     if not isinstance(target, str):
         raise ConfigError(f"target is {target!r:.100}; it must be a text, HOST:PORT")
+    dialled, options = channel_target(target)
+    if dialled != target and credentials.encrypted and not credentials.server_name:
+        raise ConfigError(f"target {target!r} has several addresses: set server_name to the name in their certificates")
     try:
-        yield
+        yield dialled, [*_OPTIONS, *options]
     except UnicodeError as error:
         raise ConfigError(f"target {target!r} is no HOST:PORT: {error}") from error
 
@@ -106,16 +118,22 @@ class AsyncClient:
     """Calls one server from one event loop. Any number of calls may run together. Every method raises DragomanError."""
 
     def __init__(
-        self, target: str, *, model: str = "", version: str = "", credentials: ClientCredentials = PLAIN
+        self,
+        target: str,
+        *,
+        model: str = "",
+        version: str = "",
+        credentials: ClientCredentials = PLAIN,
+        retries: RetryPolicy = _RETRIES,
     ) -> None:
-        """``target`` is ``HOST:PORT``; nothing is dialled before the first call. No model: the server's default.
+        """Nothing is dialled before the first call. No model: the server's default.
 
         Raises ConfigError for a target that is none, and for files of ``credentials`` that cannot be used.
         """
         self._model, self._version = model, version
-        self._metadata = credentials.metadata
-        with _dial(target):
-            self._channel = open_async_channel(target, credentials, _OPTIONS)
+        self._metadata, self._retries = credentials.metadata, retries
+        with _dial(target, credentials) as (dialled, options):
+            self._channel = open_async_channel(dialled, credentials, options)
         self._stub: Any = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated code
 
     async def __aenter__(self) -> Self:
@@ -145,8 +163,7 @@ class AsyncClient:
         Cancelling the task cancels the work on the server.
         """
         request = _request(text, options, target_language, request_id, priority, self._model, self._version)
-        with _dragoman_errors():
-            return _result(await self._stub.Generate(request, timeout=_seconds(timeout), metadata=self._metadata))
+        return _result(await self._call(self._stub.Generate, request, timeout))
 
     async def stream(
         self,
@@ -160,13 +177,23 @@ class AsyncClient:
     ) -> AsyncGenerator[TextUpdate | ServedResult]:
         """The answer piece by piece; the whole of it last. Closing the generator cancels the work on the server."""
         request = _request(text, options, target_language, request_id, priority, self._model, self._version)
-        call = self._stub.StreamGenerate(request, timeout=_seconds(timeout), metadata=self._metadata)
-        try:
-            with _dragoman_errors():
-                async for message in call:
-                    yield _item(message)
-        finally:
-            call.cancel()
+        attempts = Attempts(self._retries, _seconds(timeout))
+        begun = False
+        while True:
+            call = self._stub.StreamGenerate(request, timeout=attempts.remaining(), metadata=self._metadata)
+            try:
+                with _dragoman_errors():
+                    async for message in call:
+                        begun = True
+                        yield _item(message)
+                return
+            except DragomanError as error:
+                if begun:
+                    raise
+                delay = attempts.delay_after(error)
+            finally:
+                call.cancel()
+            await asyncio.sleep(delay)
 
     async def batch(
         self,
@@ -178,28 +205,24 @@ class AsyncClient:
     ) -> list[ServedResult | DragomanError]:
         """The answers to many texts, in order; a text that failed alone has its error in its place."""
         request = _batch_request(texts, options, priority, self._model, self._version)
-        with _dragoman_errors():
-            return _batch_results(await self._stub.BatchGenerate(request, timeout=_seconds(timeout), metadata=self._metadata))
+        return _batch_results(await self._call(self._stub.BatchGenerate, request, timeout))
 
     async def score(
         self, text: str, target: str, *, request_id: str = "", priority: int = 0, timeout: float | None = None
     ) -> ServedScore:
         """How probable the model finds ``target`` as the answer to ``text``, each of one line."""
         request = _score_request(text, target, request_id, priority, self._model, self._version)
-        with _dragoman_errors():
-            return _score(await self._stub.Score(request, timeout=_seconds(timeout), metadata=self._metadata))
+        return _score(await self._call(self._stub.Score, request, timeout))
 
     async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """What the model is."""
         request = _model_request(self._model, self._version)
-        with _dragoman_errors():
-            return _model_info(await self._stub.GetModel(request, timeout=_seconds(timeout), metadata=self._metadata))
+        return _model_info(await self._call(self._stub.GetModel, request, timeout))
 
     async def models(self, *, timeout: float | None = None) -> list[ModelStatus]:
         """All versions of all models of the server, by name, the newest first; those too that load or failed to."""
         request = pb.ListModelsRequest()
-        with _dragoman_errors():
-            return _models(await self._stub.ListModels(request, timeout=_seconds(timeout), metadata=self._metadata))
+        return _models(await self._call(self._stub.ListModels, request, timeout))
 
     async def tokenize(
         self,
@@ -211,24 +234,39 @@ class AsyncClient:
     ) -> list[TextToken]:
         """The tokens that the model makes of a text of one line; of a source, those of the template among them."""
         request = _tokenize_request(text, side, target_language, self._model, self._version)
-        with _dragoman_errors():
-            return _tokens(await self._stub.Tokenize(request, timeout=_seconds(timeout), metadata=self._metadata))
+        return _tokens(await self._call(self._stub.Tokenize, request, timeout))
+
+    async def _call(self, method: Any, request: Message, timeout: float | None) -> Any:
+        attempts = Attempts(self._retries, _seconds(timeout))
+        while True:
+            try:
+                with _dragoman_errors():
+                    return await method(request, timeout=attempts.remaining(), metadata=self._metadata)
+            except DragomanError as error:
+                delay = attempts.delay_after(error)
+            await asyncio.sleep(delay)
 
 
 class Client:
     """``AsyncClient`` for code without an event loop. Any number of threads may share it."""
 
     def __init__(
-        self, target: str, *, model: str = "", version: str = "", credentials: ClientCredentials = PLAIN
+        self,
+        target: str,
+        *,
+        model: str = "",
+        version: str = "",
+        credentials: ClientCredentials = PLAIN,
+        retries: RetryPolicy = _RETRIES,
     ) -> None:
-        """``target`` is ``HOST:PORT``; nothing is dialled before the first call. No model: the server's default.
+        """Nothing is dialled before the first call. No model: the server's default.
 
         Raises ConfigError for a target that is none, and for files of ``credentials`` that cannot be used.
         """
         self._model, self._version = model, version
-        self._metadata = credentials.metadata
-        with _dial(target):
-            self._channel = open_channel(target, credentials, _OPTIONS)
+        self._metadata, self._retries = credentials.metadata, retries
+        with _dial(target, credentials) as (dialled, options):
+            self._channel = open_channel(dialled, credentials, options)
         self._stub: Any = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated code
 
     def __enter__(self) -> Self:
@@ -255,8 +293,7 @@ class Client:
     ) -> ServedResult:
         """As ``AsyncClient.generate``."""
         request = _request(text, options, target_language, request_id, priority, self._model, self._version)
-        with _dragoman_errors():
-            return _result(self._stub.Generate(request, timeout=_seconds(timeout), metadata=self._metadata))
+        return _result(self._call(self._stub.Generate, request, timeout))
 
     def stream(
         self,
@@ -270,13 +307,23 @@ class Client:
     ) -> Iterator[TextUpdate | ServedResult]:
         """As ``AsyncClient.stream``."""
         request = _request(text, options, target_language, request_id, priority, self._model, self._version)
-        call = self._stub.StreamGenerate(request, timeout=_seconds(timeout), metadata=self._metadata)
-        try:
-            with _dragoman_errors():
-                for message in call:
-                    yield _item(message)
-        finally:
-            call.cancel()
+        attempts = Attempts(self._retries, _seconds(timeout))
+        begun = False
+        while True:
+            call = self._stub.StreamGenerate(request, timeout=attempts.remaining(), metadata=self._metadata)
+            try:
+                with _dragoman_errors():
+                    for message in call:
+                        begun = True
+                        yield _item(message)
+                return
+            except DragomanError as error:
+                if begun:
+                    raise
+                delay = attempts.delay_after(error)
+            finally:
+                call.cancel()
+            time.sleep(delay)
 
     def batch(
         self,
@@ -288,28 +335,24 @@ class Client:
     ) -> list[ServedResult | DragomanError]:
         """As ``AsyncClient.batch``."""
         request = _batch_request(texts, options, priority, self._model, self._version)
-        with _dragoman_errors():
-            return _batch_results(self._stub.BatchGenerate(request, timeout=_seconds(timeout), metadata=self._metadata))
+        return _batch_results(self._call(self._stub.BatchGenerate, request, timeout))
 
     def score(
         self, text: str, target: str, *, request_id: str = "", priority: int = 0, timeout: float | None = None
     ) -> ServedScore:
         """As ``AsyncClient.score``."""
         request = _score_request(text, target, request_id, priority, self._model, self._version)
-        with _dragoman_errors():
-            return _score(self._stub.Score(request, timeout=_seconds(timeout), metadata=self._metadata))
+        return _score(self._call(self._stub.Score, request, timeout))
 
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """As ``AsyncClient.model_info``."""
         request = _model_request(self._model, self._version)
-        with _dragoman_errors():
-            return _model_info(self._stub.GetModel(request, timeout=_seconds(timeout), metadata=self._metadata))
+        return _model_info(self._call(self._stub.GetModel, request, timeout))
 
     def models(self, *, timeout: float | None = None) -> list[ModelStatus]:
         """As ``AsyncClient.models``."""
         request = pb.ListModelsRequest()
-        with _dragoman_errors():
-            return _models(self._stub.ListModels(request, timeout=_seconds(timeout), metadata=self._metadata))
+        return _models(self._call(self._stub.ListModels, request, timeout))
 
     def tokenize(
         self,
@@ -321,8 +364,17 @@ class Client:
     ) -> list[TextToken]:
         """As ``AsyncClient.tokenize``."""
         request = _tokenize_request(text, side, target_language, self._model, self._version)
-        with _dragoman_errors():
-            return _tokens(self._stub.Tokenize(request, timeout=_seconds(timeout), metadata=self._metadata))
+        return _tokens(self._call(self._stub.Tokenize, request, timeout))
+
+    def _call(self, method: Any, request: Message, timeout: float | None) -> Any:
+        attempts = Attempts(self._retries, _seconds(timeout))
+        while True:
+            try:
+                with _dragoman_errors():
+                    return method(request, timeout=attempts.remaining(), metadata=self._metadata)
+            except DragomanError as error:
+                delay = attempts.delay_after(error)
+            time.sleep(delay)
 
 
 @contextmanager
@@ -422,9 +474,7 @@ def _model_request(model: str, version: str) -> pb.GetModelRequest:
     return pb.GetModelRequest(model=model, version=version)
 
 
-def _tokenize_request(
-    text: str, side: object, target_language: str, model: str, version: str
-) -> pb.TokenizeRequest:
+def _tokenize_request(text: str, side: object, target_language: str, model: str, version: str) -> pb.TokenizeRequest:
     _check_texts(model=model, version=version, text=text, target_language=target_language)
     if not isinstance(side, TokenizerSide):
         raise InvalidRequestError(f"side is {side!r:.100}; it must be a TokenizerSide")

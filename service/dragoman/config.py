@@ -129,7 +129,11 @@ class ServerConfig:
     )
     max_batch_items: int = setting(1024, "items of one BatchGenerate", low=1, high=1 << 20)
     max_calls: int = setting(
-        2048, "calls that make text, waiting or running; more are refused before they are read", low=1, high=1 << 20
+        0,
+        "calls that make text, waiting or running; more are refused before they are read; 0: as many as there are rows "
+        "of the models, and places to wait for one",
+        low=0,
+        high=1 << 20,
     )
     max_request_bytes: int = setting(64 << 20, "size of the requests of all these calls together", low=1, high=1 << 40)
 
@@ -251,7 +255,7 @@ class TracingConfig:
 
     endpoint: str = setting(
         "",
-        "where OpenTelemetry spans go, by OTLP over HTTP, such as http://collector:4318/v1/traces; empty: to "
+        "where OpenTelemetry spans go, by OTLP over HTTP, such as http://collector:4318; empty: to "
         "OTEL_EXPORTER_OTLP_ENDPOINT, or there are none",
         name="otlp_endpoint",
         metavar="URL",

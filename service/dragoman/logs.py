@@ -21,6 +21,7 @@ from dragoman.config import LogConfig
 FIELDS: Final = "fields"
 """The attribute of a log record that holds what belongs to its message, by name: ``extra={FIELDS: {...}}``."""
 
+_ENCODER: Final = json.JSONEncoder(default=str)
 _MAX_WAITING_LINES: Final = 10_000
 _FLUSH_SECONDS: Final = 2.0
 
@@ -48,7 +49,8 @@ class LogWriter(logging.Handler):
     def __init__(self, stream: IO[str], max_waiting_lines: int = _MAX_WAITING_LINES) -> None:
         super().__init__()
         self._stream = stream
-        self._lines: queue.Queue[str | None] = queue.Queue(max_waiting_lines)
+        self._max_waiting_lines = max_waiting_lines
+        self._lines: queue.SimpleQueue[str | threading.Event | None] = queue.SimpleQueue()
         self._num_left_out = 0
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
@@ -60,41 +62,40 @@ class LogWriter(logging.Handler):
         except Exception:  # a fault in a message must not become one of the request that it is about
             self.handleError(record)
             return
-        try:
-            if self._num_left_out:
-                left_out = f"{self._num_left_out} lines were left out here: stderr was not read fast enough"
-                self._lines.put_nowait(self.format(_record(logging.WARNING, left_out)))
-                self._num_left_out = 0
-            self._lines.put_nowait(line)
-        except queue.Full:
+        if self._lines.qsize() >= self._max_waiting_lines:
             self._num_left_out += 1
+            return
+        if self._num_left_out:
+            left_out = f"{self._num_left_out} lines were left out here: stderr was not read fast enough"
+            self._lines.put(
+                self.format(logging.LogRecord(__name__, logging.WARNING, __file__, 0, left_out, None, None))
+            )
+            self._num_left_out = 0
+        self._lines.put(line)
 
     def flush(self) -> None:
         """Wait until what was logged is written, but not for long."""
-        until = time.monotonic() + _FLUSH_SECONDS
-        with self._lines.all_tasks_done:
-            while self._lines.unfinished_tasks and (left := until - time.monotonic()) > 0:
-                self._lines.all_tasks_done.wait(left)
+        written = threading.Event()
+        self._lines.put(written)
+        written.wait(_FLUSH_SECONDS)
 
     def close(self) -> None:
         """Write what there is, and end."""
         super().close()
-        try:
-            self._lines.put(None, timeout=_FLUSH_SECONDS)
-        except queue.Full:  # nobody reads
-            return
+        self._lines.put(None)
         self._thread.join(_FLUSH_SECONDS)
 
     def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
+        while (item := self._lines.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             try:
-                self._stream.write(line + "\n")
+                self._stream.write(item + "\n")
                 if self._lines.empty():
                     self._stream.flush()
             except (OSError, ValueError):  # its reader left, or it is closed: there is nowhere to say so
                 pass
-            self._lines.task_done()
-        self._lines.task_done()
 
 
 class TextFormatter(logging.Formatter):
@@ -125,7 +126,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             event["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(event, default=str)
+        return _ENCODER.encode(event)
 
 
 def _plain(value: object) -> str:
@@ -136,7 +137,3 @@ def _plain(value: object) -> str:
         if text.isascii() and text.replace("-", "").replace("_", "").replace(".", "").isalnum()
         else json.dumps(text)
     )
-
-
-def _record(level: int, message: str) -> logging.LogRecord:
-    return logging.LogRecord(__name__, level, __file__, 0, message, None, None)

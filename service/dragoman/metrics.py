@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import dragoman
 from dragoman.config import MetricsConfig
+from dragoman.series import CounterFamily, HistogramFamily
 from dragoman.types import EngineSnapshot, RequestStats, StepStats
 
 OTHER: Final = "other"
@@ -103,7 +104,7 @@ class ServerMetrics:
         self._call_bytes = self._gauge("call_bytes_in_progress", "Size of their requests.")
         self._lag = self._histogram(
             "event_loop_lag_seconds",
-            "How late the thread that reads calls comes to one: what callers wait in front of the service.",
+            "How late the thread that takes calls in is: about what they wait before it, which no other time has.",
         )
 
         self._success = self._counter("request_success", "Sequences that ended well.", "model", "finish_reason")
@@ -187,15 +188,17 @@ class ServerMetrics:
 
     def event_loop_lagged(self, seconds: float) -> None:
         """What was due on the event loop came so late."""
-        self._lag.observe(seconds)
+        self._lag.labels().observe(seconds)
 
     def rpc(self, kind: str, service: str, method: str) -> RpcMetrics:
         """The metrics of one RPC method; ``kind`` is "unary", "server_stream" or "bidi_stream"."""
         return RpcMetrics(self, (kind, service, method))
 
-    def _counter(self, name: str, help_text: str, *labels: str, prefix: str = "dragoman_") -> Counter:
+    def _counter(self, name: str, help_text: str, *labels: str, prefix: str = "dragoman_") -> CounterFamily:
         self.descriptions.append(Description(f"{prefix}{name}_total", "counter", labels, help_text))
-        return Counter(prefix + name, help_text, labels, registry=self.registry)
+        family = CounterFamily(prefix + name, help_text, labels)
+        self.registry.register(family)
+        return family
 
     def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
         self.descriptions.append(Description(f"dragoman_{name}", "gauge", labels, help_text))
@@ -208,10 +211,12 @@ class ServerMetrics:
         *labels: str,
         prefix: str = "dragoman_",
         buckets: tuple[float, ...] | None = None,
-    ) -> Histogram:
+    ) -> HistogramFamily:
         self.descriptions.append(Description(prefix + name, "histogram", labels, help_text))
         ends = self._seconds_buckets if buckets is None else buckets
-        return Histogram(prefix + name, help_text, labels, registry=self.registry, buckets=ends)
+        family = HistogramFamily(prefix + name, help_text, labels, ends)
+        self.registry.register(family)
+        return family
 
 
 def metrics_table() -> str:
@@ -268,6 +273,7 @@ class ModelMetrics:
             self._expired.inc()
         if stats.code != "ok":
             return
+        assert stats.finish_reason is not None, "whatever ended well has a reason"
         self._success.labels(self._model, stats.finish_reason).inc()
         if stats.shared:
             self._shared.inc()

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dragoman.config import RepositoryConfig
-from dragoman.errors import BundleError, ConfigError, DragomanError, LoadError, ModelNotFoundError
+from dragoman.errors import (
+    BundleError,
+    ConfigError,
+    DragomanError,
+    LoadError,
+    ModelNotFoundError,
+    OverloadedError,
+)
 from dragoman.model_repository import Fingerprint, FoundBundle, ModelRepository
 from dragoman.model_status import ModelState
 from dragoman.model_table import ModelTable, version_order
@@ -136,10 +143,10 @@ class ModelLoader:
             self._unloaded.discard(name)
             for key in [key for key in self._failed if key[0] == name]:
                 del self._failed[key]
-            error = await self._update(name, found[name])
+            problem = await self._update(name, found[name])
             newest = found[name][0]
             if self._loaded.get((name, newest.version)) != newest:
-                raise LoadError(str(error)) from error
+                raise LoadError(str(problem)) from problem
 
     async def unload(self, name: str) -> None:
         """Take a model out until it is loaded by name; returns when its requests are done and its memory is free.
@@ -209,7 +216,8 @@ class ModelLoader:
             logger.error(
                 "%s version %s cannot be served: %s", *key, error, exc_info=not isinstance(error, DragomanError)
             )
-            self._failed[key] = bundle.fingerprint
+            if isinstance(error, BundleError | ConfigError):  # the bundle's own fault; others may pass
+                self._failed[key] = bundle.fingerprint
             self._table.announce(*key, ModelState.FAILED, str(error))
             return error
         replaced = self._table.add(model)
@@ -224,7 +232,7 @@ class ModelLoader:
         if bundle.problem:
             raise BundleError(bundle.problem)
         if (num_loaded := self._table.num_loaded) >= self._config.max_loaded:
-            raise LoadError(
+            raise OverloadedError(
                 f"{num_loaded} versions are in memory, those that finish their requests included; max_loaded is "
                 f"{self._config.max_loaded}: unload one, or raise it; to swap a version takes room for one more"
             )
@@ -248,13 +256,15 @@ class ModelLoader:
         logger.info("%s version %s takes no more requests", name, version)
         if not await self._table.finish(model, self._drain_seconds):
             logger.warning("%s version %s took too long to drain: requests that still ran are lost", name, version)
-        del model  # the last reference: what it had is free now, and the allocator may keep it
-        await _in_thread(_trim)
+        last = [model]
+        del model
+        await _in_thread(lambda: _release(last))  # gigabytes take a while
         logger.info("%s version %s is unloaded", name, version)
 
 
-def _trim() -> None:
-    """Give free memory back to the system."""
+def _release(last: list[ServedModel]) -> None:
+    """Drop the last reference to a model, and give its memory back to the system."""
+    last.clear()
     with suppress(OSError, AttributeError):  # glibc alone has this function, and the need for it
         ctypes.CDLL(None).malloc_trim(0)
 

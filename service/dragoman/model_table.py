@@ -31,7 +31,7 @@ class TableListener(Protocol):
         """Some status is another than before, or an engine is dead."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     """A model that is in memory and ours to close."""
 

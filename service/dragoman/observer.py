@@ -159,7 +159,11 @@ class RequestObserver:
         self._log({name: value for name, value in fields.items() if value != ""})
 
     def _log(self, fields: dict[str, Any]) -> None:
-        logger.info("request", extra={FIELDS: fields})
+        if logger.isEnabledFor(logging.INFO):
+            # As logger.info, but for looking up from where it was called, which is always here.
+            record = logging.LogRecord(logger.name, logging.INFO, "", 0, "request", (), None)
+            setattr(record, FIELDS, fields)
+            logger.handle(record)
 
 
 def _trace_id(metadata: Mapping[str, str | bytes]) -> str:

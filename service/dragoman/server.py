@@ -10,6 +10,7 @@ import asyncio
 import errno
 import logging
 import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Final
 
@@ -39,8 +40,20 @@ logger = logging.getLogger(__name__)
 MESSAGE_SLACK_BYTES: Final = 1 << 20
 """gRPC's own limit is so far above ours, because our refusal names the value, the limit and the remedy."""
 
-_PENDING_FACTOR: Final = 8
-"""So many times ``max_calls`` may wait to be seen at all; they take a few KiB each."""
+_CALLS_WITHOUT_MODELS: Final = 64
+"""So many calls are let in while no model is there: each is told so."""
+
+_MAX_PENDING: Final = 16_384
+"""How many calls may wait to be seen at all; they take a few KiB each."""
+
+_MAX_STREAMS: Final = 4_096
+"""How many calls one connection may have at a time. More wait at the caller's end."""
+
+_LAG_SECONDS: Final = 0.25
+"""How often it is measured how late the event loop is."""
+
+_HANDSHAKE_SECONDS: Final = 10.0
+"""How long a new connection may take to say what HTTP/2, and TLS, begin with; whoever stays silent is hung up on."""
 
 _LAST_STATUS_SECONDS: Final = 1.0
 """How long calls that have ended may take to get their status to the caller."""
@@ -77,7 +90,7 @@ class Server:
         if auth.tokens and not tls.certificate:
             logger.warning("tokens and texts travel in the clear: give the server a certificate, or put TLS before it")
         control = loader if loader is not None and loader.callers_may_load else None
-        admission = Admission(config.max_calls, config.max_request_bytes)
+        self._admission = admission = Admission(config.max_calls or _CALLS_WITHOUT_MODELS, config.max_request_bytes)
         metrics.watch_calls(lambda: admission.num_calls, lambda: admission.num_bytes)
         self._router = RpcRouter(
             (
@@ -94,6 +107,7 @@ class Server:
         self._grpc: grpc.aio.Server | None = None
         self._metrics_server: MetricsServer | None = None
         self._polling: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self.port = 0
         """The port that it listens on, once started."""
         self.metrics_port = 0
@@ -126,6 +140,7 @@ class Server:
             self._grpc = grpc.aio.server(handlers=(self._router,), options=_options(config))
             self.port = _listen(self._grpc, config.host, config.port, self._certificates)
             await self._grpc.start()
+            self._watching = asyncio.create_task(_watch_lag(self._metrics))
             self._table.start(self)
             if self._loader is not None:
                 await self._loader.load_all()
@@ -162,6 +177,8 @@ class Server:
         self._router.drain()
         if self._polling is not None:
             self._polling.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         if self._loader is not None:
             await self._loader.close()
         await self._table.close()
@@ -182,7 +199,18 @@ class Server:
 
     def on_change(self) -> None:
         """See ``TableListener``."""
+        if not self._config.max_calls:
+            num_places = sum(model.engine.num_places for model in self._table.models)
+            self._admission.max_calls = num_places or _CALLS_WITHOUT_MODELS
         self._health.tell()
+
+
+async def _watch_lag(metrics: ServerMetrics) -> None:
+    """Tell how late this thread is, for ever: what comes in while it is waits as long."""
+    while True:
+        due = time.monotonic() + _LAG_SECONDS
+        await asyncio.sleep(_LAG_SECONDS)
+        metrics.event_loop_lagged(max(0.0, time.monotonic() - due))
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
@@ -191,12 +219,12 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
         ("grpc.max_receive_message_length", limit),
         ("grpc.max_send_message_length", limit),
-        # Beyond the calls that are let in, one connection may have as many that are told so. More wait at their end.
-        ("grpc.max_concurrent_streams", 2 * config.max_calls),
+        ("grpc.max_concurrent_streams", max(_MAX_STREAMS, 2 * config.max_calls)),
         # Calls that came in a burst and that Python has not seen yet. Beyond 1000 gRPC would drop some, ever more up to
         # 3000, as CANCELLED; we refuse them with a reason and the time to wait, as soon as each one's turn comes.
-        ("grpc.server.max_pending_requests", _PENDING_FACTOR * config.max_calls),
-        ("grpc.server.max_pending_requests_hard_limit", 2 * _PENDING_FACTOR * config.max_calls),
+        ("grpc.server.max_pending_requests", _MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING),
+        ("grpc.server_handshake_timeout_ms", int(_HANDSHAKE_SECONDS * 1000)),
         # Clients may ping every 10 s, with or without calls: gRPC's default is to cut them off.
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -29,6 +29,7 @@ from dragoman.setting import Setting, Value, settings_of
 S = TypeVar("S")
 
 FILE_VARIABLE: Final = "DRAGOMAN_CONFIG"
+TOKEN_VARIABLE: Final = "DRAGOMAN_TOKEN"  # for the commands that call a server; no setting
 """The environment variable that names the file, where no flag does."""
 
 _PREFIX: Final = "DRAGOMAN_"
@@ -173,7 +174,7 @@ def _of_environment(environment: Mapping[str, str]) -> dict[str, Given]:
 
 def _own_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for variable, text in environment.items():
-        if not variable.startswith(_PREFIX) or variable == FILE_VARIABLE:
+        if not variable.startswith(_PREFIX) or variable in (FILE_VARIABLE, TOKEN_VARIABLE):
             continue
         # A Kubernetes service named dragoman gives each pod beside it DRAGOMAN_PORT=tcp://10.0.0.1:50051, and more.
         if _KUBERNETES.fullmatch(variable) or (variable.endswith("_PORT") and _KUBERNETES_URL.fullmatch(text)):
@@ -193,8 +194,9 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _line(known: Setting, found: Given) -> str:
-    value = '"(hidden)"' if known.secret and found.value else _toml(found.value)
-    return f"{known.name} = {value}  # {found.origin}"
+    if known.secret and found.value:
+        return f"# {known.name} is hidden  # {found.origin}"
+    return f"{known.name} = {_toml(found.value)}  # {found.origin}"
 
 
 def _toml(value: Value) -> str:

@@ -145,22 +145,22 @@ class TokenSet:
 def read_tokens(path: str) -> TokenSet:
     """Raises ConfigError."""
     try:
-        entries = tomllib.loads(read_file(path, "auth.tokens").decode("utf-8"))
+        entries = tomllib.loads(read_file(path, "tokens").decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         where = f": {error}" if isinstance(error, tomllib.TOMLDecodeError) else ""
-        raise ConfigError(f"auth.tokens {path} is no TOML file in UTF-8{where}") from None
+        raise ConfigError(f"tokens {path} is no TOML file in UTF-8{where}") from None
     if not entries or len(entries) > _MAX_TOKENS:
-        raise ConfigError(f"auth.tokens {path} has {len(entries)} tokens; there must be from 1 to {_MAX_TOKENS}")
+        raise ConfigError(f"tokens {path} has {len(entries)} tokens; there must be from 1 to {_MAX_TOKENS}")
     tokens = [_token(path, name, entry) for name, entry in entries.items()]
     owners: dict[bytes, str] = {}
     for token in tokens:
         if (other := owners.setdefault(token.digest, token.name)) != token.name:
-            raise ConfigError(f"auth.tokens {path}: {other} and {token.name} have the same secret: give each its own")
+            raise ConfigError(f"tokens {path}: {other} and {token.name} have the same secret: give each its own")
     return TokenSet(tokens)
 
 
 def _token(path: str, name: str, entry: object) -> Token:
-    where = f"auth.tokens {path}, {name[:64]!r}"
+    where = f"tokens {path}, {name[:64]!r}"
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{where}: a name has up to 64 letters, digits, '_', '-' and '.'")
     if not isinstance(entry, dict):

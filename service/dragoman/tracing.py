@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 import dragoman
 from dragoman.config import TracingConfig
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 _ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _OFF_VARIABLE: Final = "OTEL_SDK_DISABLED"
 _PACKAGES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+_PATH: Final = "/v1/traces"
 _PHASES: Final = ("queue", "encode", "decode")
 
 
@@ -53,6 +55,7 @@ def check_tracing(config: TracingConfig) -> None:
                 f"or set {_OFF_VARIABLE}=true"
             )
     _headers(config)
+    _url(config)
 
 
 def open_traces(config: TracingConfig) -> Traces | None:
@@ -72,7 +75,7 @@ def open_traces(config: TracingConfig) -> Traces | None:
     # Without one, the provider reads OTEL_TRACES_SAMPLER.
     sampler = None if config.ratio == 1 else ParentBased(TraceIdRatioBased(config.ratio))
     provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
-    exporter = OTLPSpanExporter(endpoint=config.endpoint or None, headers=_headers(config) or None)
+    exporter = OTLPSpanExporter(endpoint=_url(config) or None, headers=_headers(config) or None)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     logger.info("spans of requests go to a collector by OTLP")
     return Traces(provider)
@@ -129,6 +132,16 @@ class Traces:
     def close(self) -> None:
         """Send what is left; takes seconds where the collector does not answer."""
         self._provider.shutdown()
+
+
+def _url(config: TracingConfig) -> str:
+    """Raises ConfigError."""
+    if not config.endpoint:
+        return ""
+    parts = urlsplit(config.endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"otlp_endpoint is {config.endpoint!r}; it must be a URL, such as http://collector:4318")
+    return config.endpoint if parts.path.strip("/") else config.endpoint.rstrip("/") + _PATH
 
 
 def _headers(config: TracingConfig) -> dict[str, str]:

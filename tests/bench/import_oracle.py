@@ -238,15 +238,20 @@ def compare(ours: Sequence[Answer], theirs: Sequence[Answer]) -> tuple[int, int,
 
 
 def check(
-    folder: Path, checkpoint: LoadedCheckpoint, count: int, answerer: Reference | Engine, say: Callable[[str], object]
+    folder: Path,
+    checkpoint: LoadedCheckpoint,
+    count: int,
+    answerer: Reference | Engine,
+    say: Callable[[str], object],
+    chosen: Sequence[Setting] | None = None,
 ) -> int:
-    """Print the figures of each setting; returns how many answers differ by more than a tie."""
+    """Tell the figures of each setting, or of the chosen, and of given targets; returns how many answers differ."""
     oracle, rng = Oracle(folder, checkpoint), random.Random(0)
     letters = [range(3, len(tokens) - 1) for tokens in (oracle.source_tokens, oracle.target_tokens)]
     sources = [tuple(rng.choices(letters[0], k=rng.randint(1, 12))) for _ in range(count)]
     prefixes = [tuple(rng.choices(letters[1], k=PREFIX)) for _ in sources]
     differ = 0
-    for setting in settings():
+    for setting in chosen or settings():
         given = prefixes if setting.prefixes else [()] * count
         if setting.prefixes and not setting.steering.min_new_tokens:
             setting = Setting(setting.search, Steering(min_new_tokens=1), True, setting.most)

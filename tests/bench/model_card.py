@@ -5,8 +5,9 @@
 Prints two tables in Markdown. The first has BLEU and chrF with sacreBLEU's signatures, greedy and with a beam of 4, of
 the checkpoint and of every precision of the bundles (--bundle may be repeated). The second is of what the first bundle
 serves by default, on lines made here, the same ones each time: numbers, codes and placeholders that must arrive
-unchanged, without and with --protect, which also tells what it lost; then the test set in lower case, in capitals, and two sentences a line; and how many of all outputs are empty, loop or
-were cut. The lines made here are English: for another source language their figures mean less.
+unchanged, without and with --protect; then the test set in lower case, in capitals, and two sentences a line; and how
+many of all outputs are empty, loop or were cut. The lines made here are English: for another source language their
+figures mean less.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from dragoman_export.alignment import Choice, Example, compare, cross_attentions
 from dragoman_export.alignment_graph import AlignmentGraph
 from dragoman_export.counts import FLOAT_PRODUCTS, Products
 from dragoman_export.errors import ExportError
-from dragoman_export.exporter import ExportOptions, export
+from dragoman_export.exporter import ExportOptions
 from dragoman_export.graphs import EncoderGraph
 from dragoman_export.targets import FP32, INT8, Tolerance
 from dragoman_export.trace import checked, trace
@@ -44,10 +44,9 @@ def words(reverse_data):
 
 
 @pytest.fixture(scope="module", params=[FP32, INT8], ids=lambda target: target.precision)
-def aligned(reverse_run, words, tmp_path_factory, request):
+def aligned(aligned_export, request):
     """The toy model with an alignment graph."""
-    options = ExportOptions("reverse", "1", (request.param,), sources=tuple(words[:100]), alignment=True)
-    return export(load_model(reverse_run), options, tmp_path_factory.mktemp("aligned") / "bundle").bundle
+    return aligned_export(request.param)
 
 
 async def answers(bundle, texts, options, *, together):

@@ -20,7 +20,7 @@ from dragoman.served_model import ServedModel
 from dragoman.types import DecodingOptions
 from dragoman_export.errors import ExportError
 from dragoman_export.exporter import ExportOptions, export
-from dragoman_export.targets import FP16, INT8
+from dragoman_export.targets import FP16
 from dragoman_training.checkpoint import load_model, write_checkpoint
 from dragoman_training.config import ModelShape
 from dragoman_training.data import encode_source
@@ -32,14 +32,14 @@ from dragoman_training.tokenizer import PlainTokenizer, SpecialIds, file_names
 
 LETTERS = "abcdefghijk"
 WORDS = ["the", "a", "house", "garden", "dog", "runs", "over", "small", "green", "big", "tree", "with", "children"]
-MOST = 24  # tokens
+MOST = 12  # tokens
+
+SIZES = {"ffn_dim": 64, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0}
 
 
 def written(folder, shape, tokenizers, special, sources, **record):
     """A checkpoint as an import leaves it: a model of strong opinions that ends its answers, and no training."""
-    config = ModelShape(ffn_dim=64, encoder_layers=1, decoder_layers=2, dropout=0.0, **shape).with_vocabularies(
-        *map(len, tokenizers)
-    )
+    config = ModelShape(**{**SIZES, **shape}).with_vocabularies(*map(len, tokenizers))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = Transformer(config).eval()
@@ -82,7 +82,7 @@ def pieces_between_blanks():
 
 def letters(count, seed=0):
     rng = random.Random(seed)
-    return [" ".join(rng.choices(LETTERS, k=rng.randint(1, 12))) for _ in range(count)]
+    return [" ".join(rng.choices(LETTERS, k=rng.randint(1, 10))) for _ in range(count)]
 
 
 def marian():
@@ -107,7 +107,7 @@ def marian():
 
 def sentences(count, seed=0):
     rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 5))) for _ in range(count)]
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 3))) for _ in range(count)]
 
 
 def expected(checkpoint, texts):
@@ -132,9 +132,16 @@ async def served(bundle, texts, language="", precision=None, **options):
 
 
 async def test_narrow_heads_and_letters_between_blanks(tmp_path, capsys):
-    """Heads of 4 in caches of 8, positions from 1, other special tokens, a recorded head: by the command line alone."""
+    """Heads of 4 in caches of 8, stored positions, other special tokens, a recorded head: by the command line alone."""
     tokenizers, special = pieces_between_blanks()
-    shape = {"d_model": 32, "num_heads": 8, "activation": "gelu_tanh", "tied_embeddings": "none", "first_position": 1}
+    shape = {
+        "d_model": 32,
+        "num_heads": 8,
+        "decoder_layers": 2,
+        "activation": "gelu_tanh",
+        "num_positions": MOST,
+        "tied_embeddings": "none",
+    }
     recorded = {"layer": 0, "head": 5}
     folder = written(tmp_path / "c", shape, tokenizers, special, letters(20), alignment=recorded)
     arguments = ["export", folder, "--precision", "fp32,int8", "--alignment", "--out", tmp_path / "bundle"]
@@ -154,7 +161,7 @@ async def test_narrow_heads_and_letters_between_blanks(tmp_path, capsys):
 
     texts = letters(40, seed=1)
     tokens, answers = expected(load_model(folder), texts)
-    assert len({*answers}) > 15 and any("<" in name for answer in tokens for name in answer)
+    assert len({*answers}) > 5 and any("<" in name for answer in tokens for name in answer)
     found = await served(tmp_path / "bundle", texts, precision="fp32", return_alignment=True)
     assert found[:2] == (tokens, answers)
     assert all(len(one.alignment) == len(one.tokens) for one in found[2])
@@ -201,9 +208,9 @@ async def test_stored_positions_and_a_norm_behind_them(tmp_path):
     }
     folder = written(tmp_path / "c", shape, tokenizers, special, letters(20))
     checkpoint = load_model(folder)
-    proofs = export(checkpoint, ExportOptions("m", "1", targets=(INT8, FP16)), tmp_path / "bundle").proofs
+    proofs = export(checkpoint, ExportOptions("m", "1", targets=(FP16,)), tmp_path / "bundle").proofs
     nodes = proofs["fp16"].graphs.decoder.exported_nodes
-    assert (nodes["SkipLayerNormalization"], nodes["LayerNormalization"], nodes["BiasGelu"]) == (7, 1, 2)
+    assert (nodes["SkipLayerNormalization"], nodes["LayerNormalization"], nodes["BiasGelu"]) == (4, 1, 1)
     parity = proofs["fp32"].parity
     assert parity.num_greedy_equal == parity.num_greedy_sources > 40
 
@@ -213,12 +220,12 @@ def test_limits_beyond_the_stored_positions_are_refused(tmp_path):
     tokenizers, special = pieces_between_blanks()
     shape = {"d_model": 16, "num_heads": 2, "num_positions": MOST - 1}
     checkpoint = load_model(written(tmp_path / "c", shape, tokenizers, special, letters(5)))
-    with pytest.raises(ExportError, match=r"limit is 24 tokens, and the model has 23 positions: lower max_source"):
+    with pytest.raises(ExportError, match=r"limit is 12 tokens, and the model has 11 positions: lower max_source"):
         export(checkpoint, ExportOptions("m", "1", sources=tuple(letters(5))), tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
 
 
-@pytest.mark.parametrize("place", [{"layer": 2, "head": 0}, {"layer": 0, "head": 2}, {"layer": -1, "head": None}])
+@pytest.mark.parametrize("place", [{"layer": 1, "head": 0}, {"layer": 0, "head": 2}, {"layer": -1, "head": None}])
 def test_a_recorded_head_that_the_model_lacks_is_refused(tmp_path, place):
     """By its place: an alignment graph of it cannot be made."""
     tokenizers, special = pieces_between_blanks()

@@ -210,12 +210,15 @@ def test_doctor_loads_a_bundle_for_the_provider(bundle, capsys):
 def test_serve_tells_the_plan_of_memory_and_the_warm_up(bundle, monkeypatch, caplog):
     """On stderr, before it serves: what a replica takes, and each shape that is run for the first time."""
 
-    async def serve_nobody(server, names):
+    async def serve_nobody(server):
+        await server.start()
+        await server.close()
         return 0
 
     monkeypatch.setattr(serve, "serve", serve_nobody)
     caplog.set_level(logging.INFO)
-    assert run_command(serve, bundle.path, "--provider", "cuda-dry", "--slots", "4") == 0
+    ports = ("--host", "127.0.0.1", "--port", "0", "--metrics-port", "0")
+    assert run_command(serve, bundle.path, "--provider", "cuda-dry", "--slots", "4", *ports) == 0
     messages = [record.getMessage() for record in caplog.records]
     assert [m for m in messages if "decoder" in m] == [f"toy warms up: decoder, shape {i} of 3" for i in (1, 2, 3)]
     assert any(m.startswith("toy warms up: encoder, shape 1 of ") for m in messages)

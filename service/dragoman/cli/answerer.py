@@ -33,7 +33,11 @@ def add_answerer_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say who answers, but for the engine's."""
     parser.add_argument("--bundle", type=Path, metavar="DIR", help="the model to run here: a folder of dragoman export")
     parser.add_argument("--model", metavar="NAME", help=f"{runtime.model_help()}; with --target, the served model")
-    parser.add_argument("--target", metavar="HOST:PORT", help="ask this server instead of running a model here")
+    parser.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        help="ask this server instead of running a model here; IP:PORT,IP:PORT,... for several that share the work",
+    )
     parser.add_argument(
         "--priority",
         type=int,

@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dragoman.errors import ConfigError
+from dragoman.settings import TOKEN_VARIABLE
 
 if TYPE_CHECKING:  # heavy
     from dragoman.client_credentials import ClientCredentials
-
-TOKEN_VARIABLE: Final = "DRAGOMAN_TOKEN"
-"""Where a token may be, besides a file. There is no option for it: what a command line says, others can read."""
 
 _FLAGS: Final = ("tls", "tls_ca", "tls_certificate", "tls_key", "tls_server_name", "token_file")
 
 
 def add_credentials_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Declare the options. None of them holds the token: what a command line says, others can read."""
     group = parser.add_argument_group("the connection to a server")
     group.add_argument("--tls", action="store_true", help="speak TLS, and trust the public authorities")
     group.add_argument("--tls-ca", metavar="FILE", help="speak TLS, and trust the authorities in this PEM file instead")

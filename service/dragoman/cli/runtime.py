@@ -20,7 +20,7 @@ from dragoman.config import (
     embedded_models,
 )
 from dragoman.errors import ConfigError
-from dragoman.setting import settings_of
+from dragoman.setting import Setting, Value, settings_of
 
 C = TypeVar("C")
 
@@ -65,7 +65,7 @@ def add_settings(group: Any, section: type, *, given_only: bool = False, omit: S
         if known.secret or known.name in omit:
             continue
         shown = str(known.default).lower() if known.kind is bool else known.default
-        default = f" (default: {shown if shown not in ('', ()) else 'none'})"
+        default = "" if shown in ("", ()) else f" (default: {_words(shown)})"
         options: dict[str, Any] = {
             "dest": known.name,
             "default": argparse.SUPPRESS if given_only else known.default,
@@ -76,8 +76,19 @@ def add_settings(group: Any, section: type, *, given_only: bool = False, omit: S
         else:
             options["type"] = known.parse if known.is_list else known.kind
             options["choices"] = known.choices or None
-            options["metavar"] = None if known.choices else known.metavar or _METAVARS[known.kind]
+            options["metavar"] = None if known.choices else known.metavar or _metavar(known)
         group.add_argument(known.flag, **options)
+
+
+def _metavar(known: Setting) -> str:
+    word = "SECONDS" if known.name.endswith("_seconds") else _METAVARS[known.kind]
+    return f"{word},..." if known.is_list else word
+
+
+def _words(value: Value) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_words, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def settings(section: type[C], args: argparse.Namespace) -> C:

@@ -77,6 +77,7 @@ logger = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.usage = "%(prog)s [BUNDLE ...] [--config FILE] [--check | --list-metrics] [settings]"
     parser.add_argument("bundle", nargs="*", metavar="BUNDLE", help="folders made by dragoman export")
     parser.add_argument("--config", type=Path, metavar="FILE", help=f"settings as TOML (default: ${FILE_VARIABLE})")
     only = parser.add_mutually_exclusive_group()

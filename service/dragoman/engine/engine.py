@@ -147,6 +147,11 @@ class Engine:
         """How many requests may wait."""
         return self._config.max_waiting
 
+    @property
+    def num_places(self) -> int:
+        """How many requests can run and wait."""
+        return sum(replica.scheduler.num_slots for replica in self._replicas) + self._config.max_waiting
+
     def check_room(self, num_requests: int, caller: str = "", priority: int = 0) -> None:
         """Raises OverloadedError unless so many more of this caller's may wait: worth asking before they are made."""
         try:

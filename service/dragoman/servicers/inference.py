@@ -361,9 +361,8 @@ class InferenceServicer:
             async with asyncio.TaskGroup() as group:  # a cancelled call cancels them all, and so does one that fails
                 tasks = [group.create_task(answer(index, text)) for index, text in enumerate(inference.texts)]
         except ExceptionGroup as failures:
-            # Which text is at fault: theirs are the tasks that failed by themselves.
             index = next(i for i, task in enumerate(tasks) if not task.cancelled() and task.exception() is not None)
-            raise _about(failures.exceptions[0], index, len(tasks)) from None
+            raise _about(tasks[index].exception() or failures, index, len(tasks)) from None
         return [task.result() for task in tasks]
 
     @contextmanager
@@ -474,7 +473,7 @@ async def _next(requests: AsyncGenerator[pb.ModelInferRequest], draining: asynci
         await asyncio.wait((request, drained))
 
 
-def _about(error: Exception, index: int, num_texts: int) -> Exception:
+def _about(error: BaseException, index: int, num_texts: int) -> BaseException:
     """The same error, saying which of several texts it is about."""
     if num_texts == 1 or not isinstance(error, RequestError):
         return error

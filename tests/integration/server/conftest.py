@@ -19,7 +19,9 @@ from dragoman.client_credentials import PLAIN, ClientCredentials, open_async_cha
 from dragoman.config import AuthConfig, EngineConfig, ServerConfig, TlsConfig
 from dragoman.metrics import ServerMetrics
 from dragoman.model_table import ModelTable
+from dragoman.observer import RequestObserver
 from dragoman.pipeline import TextLimits
+from dragoman.retries import NO_RETRIES
 from dragoman.served_model import ServedModel
 from dragoman.server import Server
 from dragoman.testing import ScriptedRunner, scripted_model
@@ -107,6 +109,7 @@ async def start_server() -> AsyncIterator[StartServer]:
         tls: TlsConfig = TlsConfig(),  # noqa: B008  # frozen
         auth: AuthConfig = AuthConfig(),  # noqa: B008  # frozen
         credentials: ClientCredentials = PLAIN,
+        observer: Callable[[ServerMetrics], RequestObserver] = RequestObserver,
         **settings: Any,
     ) -> Running:
         config = ServerConfig(**{"host": "127.0.0.1", "port": 0, "metrics_port": 0, "drain_seconds": 30.0, **settings})
@@ -116,11 +119,11 @@ async def start_server() -> AsyncIterator[StartServer]:
         model = scripted_model(
             [runner], engine, limits, metrics.listener("scripted"), forced_pass=forced_pass, coverage=coverage
         )
-        server = Server(ModelTable([model]), config, metrics, tls=tls, auth=auth)
+        server = Server(ModelTable([model]), config, metrics, tls=tls, auth=auth, observer=observer(metrics))
         await server.start()
         target = f"127.0.0.1:{server.port}"
         channel = open_async_channel(target, credentials, [("grpc.enable_http_proxy", 0)])
-        client = AsyncClient(target, credentials=credentials)
+        client = AsyncClient(target, credentials=credentials, retries=NO_RETRIES)  # a refusal is to be seen
         running = Running(server, model, runner, metrics, client, channel)
         started.append(running)
         return running

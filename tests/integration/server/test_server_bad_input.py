@@ -207,7 +207,7 @@ async def test_an_error_carries_its_reason_for_programs(start_server):
 
 async def test_a_full_queue_refuses_with_the_time_to_wait(start_server):
     """RESOURCE_EXHAUSTED with RetryInfo, while the requests before it go on."""
-    running = await start_server(ScriptedRunner(num_slots=1), EngineConfig(max_waiting=1))
+    running = await start_server(ScriptedRunner(num_slots=1), EngineConfig(max_waiting=1), max_calls=100)
     gate = running.gate()
     first = running.channel.unary_unary(GENERATE)(request())
     await gate.wait_reached()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import grpc
 import pytest
 
+import dragoman.server
 from dragoman.config import EngineConfig
 from dragoman.errors import DeadlineError, RequestCancelledError
 from dragoman.testing import ScriptedRunner
@@ -190,3 +192,80 @@ async def test_a_cancel_by_the_engine_is_cancelled_for_the_caller(start_server, 
     monkeypatch.setattr(running.model.engine, "submit", cancelled)
     error = await running.refusal(GENERATE, pb.GenerateRequest(text="a").SerializeToString())
     assert error.code() is grpc.StatusCode.CANCELLED
+
+
+SLOW = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.http2.lookahead_bytes", 1),  # the server may send no more than is being read
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+async def test_a_slow_reader_holds_up_nobody_and_keeps_no_more_than_its_answer(start_server):
+    """Twenty read one event and stop. The engine goes on to their ends, others are answered, and nothing piles up."""
+    running = await start_server(ScriptedRunner(num_slots=4))
+    options = pb.DecodingOptions(num_top_tokens=8)
+    request = pb.GenerateRequest(text="\n".join(["ab" * 30] * 4), options=options).SerializeToString()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.server.port}", options=SLOW) as channel:
+        calls = [channel.unary_stream("/dragoman.v1.GenerationService/StreamGenerate")(request) for _ in range(20)]
+        events = [[await call.read()] for call in calls]
+        answers = await asyncio.gather(*(running.client.generate("abc") for _ in range(20)))
+        assert {answer.text for answer in answers} == {"abc"}
+        await running.model.engine.drained()  # all rows are free, though nobody has read the answers
+        admission = running.server._admission
+        assert admission.num_calls > 0
+        for call, read in zip(calls, events, strict=True):
+            while (event := await call.read()) is not grpc.aio.EOF:
+                read.append(event)
+        await running.server._router.idle()
+    for read in events:
+        last = pb.StreamGenerateResponse.FromString(read[-1])
+        assert last.response.text == "\n".join(["ab" * 30] * 4)
+    assert (admission.num_calls, admission.num_bytes) == (0, 0)
+
+
+GARBAGE = {
+    "nothing": b"",
+    "noise": bytes(range(256)) * 8,
+    "http/1.1": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a TLS hello": b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03" + b"\x00" * 160,
+    "half a preface": b"PRI * HTTP/2.0\r\n",
+    "a preface and noise": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64,
+    "a frame that never ends": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00\xff\xff\xff",
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+async def test_garbage_on_the_port_and_half_open_connections_harm_nobody(start_server, name):
+    """Some hang up, some stay silent; callers on other connections are answered, those there were and new ones."""
+    running = await start_server()
+    assert (await running.client.generate("abc")).text == "abc"
+    sockets = []
+    for port in (running.server.port, running.server.metrics_port):
+        for _ in range(8):
+            connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+            connection.sendall(GARBAGE[name])
+            sockets.append(connection)
+    for connection in sockets[::2]:
+        connection.close()
+    assert (await running.client.generate("abc")).text == "abc"
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.server.port}", options=SLOW) as channel:
+        reply = await channel.unary_unary(GENERATE)(pb.GenerateRequest(text="abc").SerializeToString())
+    assert pb.GenerateResponse.FromString(reply).text == "abc"
+    assert await running.value("dragoman_requests_total", model="scripted", method="Generate", code="ok") == 3
+    for connection in sockets:
+        connection.close()
+
+
+@pytest.mark.parametrize("data", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"], ids=["silent", "a preface alone"])
+async def test_a_connection_that_says_nothing_is_hung_up_on(start_server, monkeypatch, data):
+    """So that nobody can hold the server's files by connecting alone."""
+    monkeypatch.setattr(dragoman.server, "_HANDSHAKE_SECONDS", 0.1)
+    running = await start_server()
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.server.port)
+    writer.write(data)
+    await asyncio.wait_for(reader.read(), 60)  # returns when the other side has closed
+    writer.close()
+    assert (await running.client.generate("abc")).text == "abc"

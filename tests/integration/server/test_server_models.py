@@ -25,6 +25,7 @@ from dragoman.model_loader import ModelLoader
 from dragoman.model_repository import ModelRepository
 from dragoman.model_status import ModelState, ModelStatus
 from dragoman.model_table import ModelTable
+from dragoman.retries import NO_RETRIES
 from dragoman.server import Server
 from dragoman.testing import ALPHABET, ScriptedRunner, copy_script, scripted_manifest, scripted_model
 from dragoman.tokenization import TextToken, TokenizerSide
@@ -81,7 +82,7 @@ async def serving(folder, load=load, start=True, **settings):
         clients: list[AsyncClient] = []
 
         def client(model="", version=""):
-            clients.append(AsyncClient(target, model=model, version=version))
+            clients.append(AsyncClient(target, model=model, version=version, retries=NO_RETRIES))
             return clients[-1]
 
         try:

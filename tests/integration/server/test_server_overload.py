@@ -17,6 +17,7 @@ from dragoman.client import AsyncClient
 from dragoman.client_credentials import ClientCredentials
 from dragoman.config import AuthConfig, EngineConfig
 from dragoman.errors import OverloadedError, UnauthenticatedError
+from dragoman.retries import NO_RETRIES
 from dragoman.servicers import rpc
 from dragoman.testing import ALPHABET, ScriptedRunner
 from dragoman.v1 import generation_pb2 as pb
@@ -51,7 +52,8 @@ async def test_of_two_thousand_calls_at_once_as_many_are_answered_as_there_is_ro
 
     async def call(text: str) -> str | None:
         try:
-            return (await running.client.generate(text)).text
+            answer: str = (await running.client.generate(text)).text
+            return answer
         except OverloadedError as error:
             refused.append(error.retry_after_seconds)
             if len(refused) == 2000 - 72:
@@ -70,11 +72,23 @@ async def test_of_two_thousand_calls_at_once_as_many_are_answered_as_there_is_ro
     assert all(answer in (None, text) for answer, text in zip(answers, texts[8:], strict=True))
 
     await running.server._router.idle()
-    assert await running.value("dragoman_requests_rejected_total", model="scripted", reason="overloaded") == 1928
+    # All of them at the door, before they were read: no model was asked.
+    rejected = [
+        await running.value("dragoman_requests_rejected_total", model=model, reason="overloaded")
+        for model in ("other", "scripted")
+    ]
+    assert rejected == [1928, 0]
     assert await running.value("dragoman_requests_total", model="scripted", method="Generate", code="ok") == 72
-    admission = running.server._router._admission
+    admission = running.server._admission
     assert (admission.num_calls, admission.num_bytes) == (0, 0)
     assert (await running.client.generate("abc")).text == "abc"
+
+
+async def test_as_many_calls_are_let_in_as_the_models_can_make_use_of(start_server):
+    """Those that run and wait; or what the settings say."""
+    running = await start_server(ScriptedRunner(num_slots=40), EngineConfig(max_waiting=300))
+    assert running.server._admission.max_calls == 40 + 300
+    assert (await start_server(max_calls=7)).server._admission.max_calls == 7
 
 
 async def test_calls_beyond_the_bound_are_refused_before_they_are_read(start_server):
@@ -83,7 +97,7 @@ async def test_calls_beyond_the_bound_are_refused_before_they_are_read(start_ser
     gate = running.gate()
     calls = [asyncio.create_task(running.client.generate(text)) for text in ("ab", "cd")]
     await gate.wait_reached()
-    while running.server._router._admission.num_calls < 2:
+    while running.server._admission.num_calls < 2:
         await running.client.model_info()
     error = await running.refusal(GENERATE, b"no message at all")
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -194,16 +208,18 @@ async def test_reflection_is_open_to_all_where_that_is_chosen(start_server, auth
 async def test_each_token_has_its_own_limits_and_its_own_share(start_server, auth):
     """One caller's refusals are its own; whoever fills the server does not keep the other out."""
     running = await start_server(auth=auth, credentials=ClientCredentials(token=BOB), max_calls=2)
-    async with AsyncClient(f"127.0.0.1:{running.server.port}", credentials=ClientCredentials(token=ALICE)) as alice:
+    async with AsyncClient(
+        f"127.0.0.1:{running.server.port}", credentials=ClientCredentials(token=ALICE), retries=NO_RETRIES
+    ) as alice:
         gate = running.gate()
         calls = [asyncio.create_task(running.client.generate(text)) for text in ("ab", "cd")]
         await gate.wait_reached()
-        while running.server._router._admission.num_calls < 2:
+        while running.server._admission.num_calls < 2:
             await running.client.model_info()
         with pytest.raises(OverloadedError, match="2 calls"):
             await running.client.generate("ef")
         let_in = asyncio.create_task(alice.generate("gh"))
-        while running.server._router._admission.num_calls < 3:
+        while running.server._admission.num_calls < 3:
             await running.client.model_info()
         with pytest.raises(OverloadedError, match=r"alice may make 0\.001 requests a second") as caught:
             gate.open()
@@ -236,7 +252,9 @@ async def test_a_token_that_is_none_is_told_so_by_the_client(start_server, auth)
 async def test_equal_requests_of_two_tokens_are_not_each_others(start_server, auth):
     """Callers are told apart by their tokens, though they come from one address."""
     running = await start_server(auth=auth, credentials=ClientCredentials(token=BOB))
-    async with AsyncClient(f"127.0.0.1:{running.server.port}", credentials=ClientCredentials(token=ALICE)) as alice:
+    async with AsyncClient(
+        f"127.0.0.1:{running.server.port}", credentials=ClientCredentials(token=ALICE), retries=NO_RETRIES
+    ) as alice:
         gate = running.gate()
         first = asyncio.create_task(running.client.generate("abc"))
         await gate.wait_reached()

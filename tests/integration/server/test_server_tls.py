@@ -15,6 +15,7 @@ from dragoman.client import AsyncClient, Client
 from dragoman.client_credentials import ClientCredentials
 from dragoman.config import TlsConfig
 from dragoman.errors import ConfigError, NotReadyError
+from dragoman.retries import NO_RETRIES
 
 NAMES = ("server", "renewed", "caller", "stranger")
 
@@ -29,7 +30,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in NAMES:
         arguments = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
         names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1,DNS:dragoman.test"]
-        files = ["-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem"]
+        files = ["-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.pem"]
         subprocess.run([openssl, "req", *arguments.split(), *names, *files], check=True, capture_output=True)
     return folder
 
@@ -42,13 +43,15 @@ def tls(certificates: Path, tmp_path: Path) -> TlsConfig:
     return TlsConfig(str(tmp_path / "tls.pem"), str(tmp_path / "tls.key"))
 
 
-def trusting(certificates: Path, name: str, **more: str) -> ClientCredentials:
-    return ClientCredentials(ca=str(certificates / f"{name}.pem"), **more)
+def trusting(certificates: Path, name: str, own: str = "") -> ClientCredentials:
+    """Those of a caller who trusts the one, and may have a certificate of its own."""
+    pair = [str(certificates / f"{own}.{suffix}") if own else "" for suffix in ("pem", "key")]
+    return ClientCredentials(ca=str(certificates / f"{name}.pem"), certificate=pair[0], key=pair[1])
 
 
 async def answers(port: int, credentials: ClientCredentials) -> bool:
     """Whether a new connection gets an answer."""
-    async with AsyncClient(f"127.0.0.1:{port}", credentials=credentials) as client:
+    async with AsyncClient(f"127.0.0.1:{port}", credentials=credentials, retries=NO_RETRIES) as client:
         try:
             return (await client.generate("abc", timeout=10)).text == "abc"
         except NotReadyError:
@@ -67,14 +70,9 @@ async def test_a_server_with_a_certificate_speaks_tls_alone(start_server, certif
 async def test_with_mutual_tls_callers_need_a_certificate_too(start_server, certificates, tls):
     """One by an authority that the server trusts."""
     config = TlsConfig(tls.certificate, tls.key, client_ca=str(certificates / "caller.pem"))
-
-    def caller(name: str) -> ClientCredentials:
-        own = {"certificate": str(certificates / f"{name}.pem"), "key": str(certificates / f"{name}.key")}
-        return trusting(certificates, "server", **own)
-
-    running = await start_server(tls=config, credentials=caller("caller"))
+    running = await start_server(tls=config, credentials=trusting(certificates, "server", own="caller"))
     assert (await running.client.generate("abc")).text == "abc"
-    assert not await answers(running.server.port, caller("stranger"))
+    assert not await answers(running.server.port, trusting(certificates, "server", own="stranger"))
     assert not await answers(running.server.port, trusting(certificates, "server"))
 
 

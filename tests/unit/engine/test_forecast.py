@@ -1,5 +1,6 @@
 """What cannot be in time is refused at once, once it is known how long things take, and never for ever."""
 
+import asyncio
 import time
 
 import pytest
@@ -81,6 +82,13 @@ def test_a_wrong_forecast_does_not_refuse_for_ever():
     assert forecast.seconds(request(), 0, now) == pytest.approx(0.1)
 
 
+def test_how_long_the_rows_are_busy_with_what_waits():
+    """400 row-steps of 10 ms on 4 rows take a second; without evidence, or when it is old, it is not known."""
+    assert taught(num_rows=4).drain_seconds(400, 100.0) == pytest.approx(1.0)
+    assert taught().drain_seconds(400, 101.0 + FORGET_SECONDS) == 0.0
+    assert Forecast(1).drain_seconds(400, 0.0) == 0.0
+
+
 class Listener:
     def __init__(self):
         self.codes = []
@@ -121,3 +129,21 @@ async def test_the_engine_learns_from_what_ended_well():
         assert listener.codes == ["ok"] * MIN_ENDED + ["too_late", "ok"]
     finally:
         await engine.close()
+
+
+async def test_who_finds_the_queue_full_is_told_when_what_waits_will_be_done():
+    """From what requests took of late: 3 of 10 steps wait, of 0.2 s each. Before anything is known it is a second."""
+    engine = Engine([ScriptedRunner(num_slots=1)], RULES, EngineConfig(max_waiting=3))
+    engine._loop = asyncio.get_running_loop()  # its thread never runs: what waits stays
+    for _ in range(3):
+        engine.submit(request(10))
+    for refused in (lambda: engine.submit(request(10)), lambda: engine.check_room(1)):
+        with pytest.raises(OverloadedError) as caught:
+            refused()
+        assert caught.value.retry_after_seconds == 1.0
+    for _ in range(MIN_ENDED):
+        engine._forecast.learn(request(10), 2.0, time.monotonic())
+    for refused in (lambda: engine.submit(request(10)), lambda: engine.check_room(1)):
+        with pytest.raises(OverloadedError) as caught:
+            refused()
+        assert caught.value.retry_after_seconds == pytest.approx(6.0)

@@ -62,7 +62,10 @@ def test_nothing_given_is_the_default():
         ),
         ("--return-alternatives --num-hypotheses 4", DecodingOptions(return_alternatives=True, num_hypotheses=4)),
         ("--unknown-words copy", DecodingOptions(unknown_words=UnknownWords.COPY)),
-        ("--split-sentences --protect urls --protect x+", DecodingOptions(split_sentences=True, protect=("urls", "x+"))),
+        (
+            "--split-sentences --protect urls --protect x+",
+            DecodingOptions(split_sentences=True, protect=("urls", "x+")),
+        ),
         ("--no-split-sentences", DecodingOptions(split_sentences=False)),
     ],
 )

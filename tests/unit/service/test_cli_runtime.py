@@ -70,7 +70,7 @@ def test_every_setting_has_a_flag():
         if known.kind is bool:
             flags = [known.flag]
         elif known.is_list:
-            flags = [known.flag, ",".join(map(str, known.default or ("a", "b")))]  # type: ignore[arg-type]
+            flags = [known.flag, ",".join(map(str, known.default or ("a", "b")))]
         else:
             flags = [known.flag, str(known.choices[0] if known.choices else known.default)]
         if known.name == "bundles":

@@ -216,7 +216,8 @@ def test_gauges_of_an_unloaded_model_vanish_and_its_counters_stay():
         return EngineSnapshot(10, 20, 5, 8, 1000)
 
     def read(name: str, **labels: str) -> float | None:
-        return metrics.registry.get_sample_value(f"dragoman_{name}", {"model": "m", **labels})
+        value: float | None = metrics.registry.get_sample_value(f"dragoman_{name}", {"model": "m", **labels})
+        return value
 
     metrics.watch("m", "1", "fp32", "cpu", old)
     metrics.listener("m").on_finished(ended())

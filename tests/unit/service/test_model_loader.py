@@ -181,6 +181,24 @@ async def test_a_version_that_fails_changes_nothing_and_is_tried_again_when_it_c
     await served.close()
 
 
+async def test_a_fault_that_may_pass_is_tried_again(tmp_path):
+    """A disk that could not be read, say: not the bundle's own fault."""
+    put(tmp_path, "a", "1")
+    served = await Served(tmp_path).start()
+    put(tmp_path, "a", "2")
+
+    def fail():
+        raise OSError("input/output error")
+
+    served.before_load = fail
+    await served.loader.reload()
+    assert served.failed == {("a", "2"): "input/output error"}
+    served.before_load = lambda: None
+    await served.loader.reload()
+    assert (served.ready, served.failed) == ([("a", "2")], {})
+    await served.close()
+
+
 async def test_a_failed_version_that_is_taken_away_is_forgotten(tmp_path):
     """Its status with it."""
     put(tmp_path, "a", "1")
@@ -233,9 +251,11 @@ async def test_what_is_in_memory_is_bounded(tmp_path):
     await served.loader.reload()
     assert served.ready == [("a", "1"), ("b", "1")]
     assert "max_loaded is 2" in served.failed["c", "1"]
+    with pytest.raises(LoadError, match="max_loaded is 2"):
+        await served.loader.load("c")
     await served.loader.unload("b")
-    await served.loader.load("c")
-    assert served.ready == [("a", "1"), ("c", "1")]
+    await served.loader.reload()
+    assert (served.ready, served.failed) == ([("a", "1"), ("c", "1")], {})
     await served.close()
 
 

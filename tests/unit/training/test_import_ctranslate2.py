@@ -42,9 +42,9 @@ def same_scores(folder: Path, out: Path) -> Any:
         )
     ]
     read = [ours.special.source(ours.source_tokenizer.encode(source)) for source in SOURCES]
-    for found, expected in zip(greedy(ours.model, read, 9, ours.special), texts, strict=True):
+    for answer, expected in zip(greedy(ours.model, read, 9, ours.special), texts, strict=True):
         tokens = ours.target_tokenizer.tokens  # type: ignore[attr-defined]  # a plain one
-        assert [tokens[i] for i in found.tokens] == expected
+        assert [tokens[i] for i in answer.tokens] == expected
     return ours
 
 

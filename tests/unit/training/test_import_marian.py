@@ -15,14 +15,16 @@ import torch
 from dragoman_training.beam import BeamOptions, beam_search_all
 from dragoman_training.checkpoint import LoadedCheckpoint, load_model
 from dragoman_training.data import encode_source
-from dragoman_training.decode import greedy_all
+from dragoman_training.decode import greedy
 from dragoman_training.errors import CheckpointError, ModelImportError
 from dragoman_training.importing.kinds import import_model
+from dragoman_training.steering import Steering
 
 transformers = pytest.importorskip("transformers", reason="the oracle is not installed")
 
 MOST = 14  # tokens of an answer
 TEXT = ["the small dog runs over the green tree", "a house in the garden", "over there", "children with dogs"]
+NO_TWICE = Steering(no_repeat_ngram_size=1)
 MakeFolder = Callable[..., Path]
 
 
@@ -79,7 +81,7 @@ def make_folder(pieces: bytes, tmp_path: Path) -> MakeFolder:
             if "layers" in name and "norm" not in name:
                 parameter.data.normal_(std=0.4)  # its own are too small to tell mistakes apart
         model.final_logits_bias.normal_(std=0.5)
-        end_sometimes(model, sources(20, len(tokens)))
+        model.final_logits_bias[0, 0] += 4.0  # answers end
         generation = {"bad_words_ids": [[pad]], "max_length": 512, "renormalize_logits": True, "num_beams": 4}
         model.generation_config.update(**generation)
         folder = tmp_path / "opus"
@@ -95,18 +97,6 @@ def make_folder(pieces: bytes, tmp_path: Path) -> MakeFolder:
     return make
 
 
-@torch.inference_mode()
-def end_sometimes(model: Any, rows: list[list[int]]) -> None:
-    """Set the bias of </s> so that it is the best at one step in six, if it was not to come before."""
-    model.final_logits_bias[0, 0] = -1000.0
-    gaps = []
-    for row in rows:
-        read = model.generate(input_ids=torch.tensor([row]), do_sample=False, num_beams=1, max_length=MOST)[:, :-1]
-        logits = model(input_ids=torch.tensor([row]), decoder_input_ids=read).logits[0]  # (T, V)
-        gaps.append(logits.amax(dim=1) - logits[:, 0])
-    model.final_logits_bias[0, 0] += torch.cat(gaps).quantile(1 / 6)
-
-
 def sources(count: int, size: int) -> list[list[int]]:
     """Ids at random, closed by </s>, as the library's tokenizer closes them."""
     rng = torch.Generator().manual_seed(1)
@@ -116,7 +106,10 @@ def sources(count: int, size: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def generated(folder: Path, rows: list[list[int]], most: int = MOST, **options: Any) -> tuple[list[list[int]], Any]:
-    """What the library answers, without its first and last special tokens; and all else that it tells."""
+    """What the library answers, without the token that it begins with; and all else that it tells.
+
+    No token comes twice: what a model without training says would be one word again and again.
+    """
     model = transformers.MarianMTModel.from_pretrained(folder).eval()
     pad, width = model.config.pad_token_id, max(map(len, rows))
     batch = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
@@ -126,6 +119,7 @@ def generated(folder: Path, rows: list[list[int]], most: int = MOST, **options: 
         do_sample=False,
         max_length=most + 1,
         output_scores=True,
+        no_repeat_ngram_size=1,
         return_dict_in_generate=True,
         **options,
     )
@@ -157,10 +151,10 @@ def test_greedy_answers_are_those_of_generate(
     ours = imported(folder, tmp_path)
     assert ours.model.config.tied_embeddings == tied
     size = len(ours.target_tokenizer)
-    rows = sources(20, size)
+    rows = sources(200, size)
     theirs, _ = generated(folder, rows, num_beams=1)
     lengths = set()
-    for found, answer in zip(greedy_all(ours.model, rows, MOST, ours.special), theirs, strict=True):
+    for found, answer in zip(greedy(ours.model, rows, MOST, ours.special, steering=NO_TWICE), theirs, strict=True):
         lengths.add(len(answer))
         assert answer[-1] == ours.special.eos
         if found.finish_reason == "stop":
@@ -171,20 +165,21 @@ def test_greedy_answers_are_those_of_generate(
 
 
 def test_beams_find_what_generate_finds_with_early_stopping(make_folder: MakeFolder, tmp_path: Path) -> None:
-    """Tokens and scores, but where a hypothesis reaches the limit: theirs ends it there with </s> and its score."""
+    """Tokens and scores, of every answer that ends before the limit: there theirs ends them all, at no cost."""
     folder = make_folder()
     ours = imported(folder, tmp_path)
-    rows = sources(20, len(ours.target_tokenizer))
-    theirs, out = generated(folder, rows, most=40, num_beams=4, early_stopping=True)
-    options = BeamOptions(beam_size=4, max_new_tokens=40)
-    equal = 0
-    for (found,), answer, score in zip(
-        beam_search_all(ours.model, rows, options, ours.special), theirs, out.sequences_scores.tolist(), strict=True
-    ):
-        if found.finish_reason == "stop" and [*found.tokens, ours.special.eos] == answer:
-            assert found.score == pytest.approx(score, abs=1e-4)
-            equal += 1
-    assert equal >= 18
+    rows = sources(100, len(ours.target_tokenizer))
+    theirs, out = generated(folder, rows, num_beams=4, early_stopping=True)
+    options = BeamOptions(beam_size=4, max_new_tokens=MOST, steering=NO_TWICE)
+    found = [hypotheses[0] for hypotheses in beam_search_all(ours.model, rows, options, ours.special)]
+    for one, answer, score in zip(found, theirs, out.sequences_scores.tolist(), strict=True):
+        if one.finish_reason == "stop":
+            assert [*one.tokens, ours.special.eos] == answer
+            assert one.score == pytest.approx(score, abs=1e-4)
+        else:
+            assert len(answer) == MOST and answer[-1] == ours.special.eos
+    assert sum(one.finish_reason == "stop" for one in found) >= 60
+    assert len({len(one.tokens) for one in found}) > 3
 
 
 @pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")

@@ -177,3 +177,39 @@ def test_activation_dropout_acts_behind_the_activation(make_model: MakeModel) ->
     feed_forward.train()
     ratio = feed_forward(x) / x
     assert ratio.unique().tolist() == pytest.approx([0, 2])
+
+
+LEARNED: dict[str, object] = {"num_positions": 20}
+OTHER_SHAPES: list[dict[str, object]] = [
+    LEARNED,
+    {"first_position": 1, "scaled_embeddings": False, "activation": "gelu_tanh"},
+    {"embedding_norm": True, "norm_first": False, "layer_norm_epsilon": 1e-2},
+]
+
+
+@pytest.mark.parametrize("changes", OTHER_SHAPES, ids=str)
+def test_models_of_other_shapes_step_as_they_read(make_model: MakeModel, changes: dict[str, object]) -> None:
+    """One token at a time gives the logits of the whole target at once, whatever the padding."""
+    model = make_model(**changes)
+    expected = logits_of(model, SOURCES, TARGETS)
+    with torch.inference_mode():
+        padded = torch.nn.functional.pad(pad(SOURCES, 0), (0, 30))  # behind the last learned position, too
+        memory = model.keys_values(model.encode(padded, lengths_of(SOURCES)))
+        past = empty_caches(model, 3, 9, memory)
+        for position in range(6):
+            tokens = torch.tensor([target[position] for target in TARGETS])
+            cached = torch.full((3,), position, dtype=torch.int32)
+            logits, past = model.step(tokens, cached, past, memory, lengths_of(SOURCES))
+            torch.testing.assert_close(logits, expected[:, position], rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_layers_read_is_the_sum_that_the_options_name(make_model: MakeModel) -> None:
+    """Embedding, scaled or not, plus learned vectors, or waves that count from the first position; then the norm."""
+    tokens = torch.tensor([[4, 5, 6]])
+    model = make_model(**LEARNED)
+    assert model.source_positions is not None
+    expected = model.source_embedding.weight[4:7] * 4 + model.source_positions.weight[:3]  # 4: the root of the width
+    torch.testing.assert_close(model.embed_source(tokens, torch.arange(3))[0], expected)
+    model = make_model(first_position=1, scaled_embeddings=False, embedding_norm=True)
+    summed = model.target_embedding.weight[4:7] + sinusoidal_positions(torch.arange(1, 4), 16)
+    torch.testing.assert_close(model.embed_target(tokens, torch.arange(3))[0], model.target_norm(summed))

@@ -368,6 +368,18 @@ def stopped(toy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return toy / "run"
 
 
+def test_a_run_from_before_a_setting_of_the_model_was_there_goes_on(stopped: Path) -> None:
+    """What its config.json lacks had the default's value."""
+    for path in (stopped / "config.json", *stopped.glob("checkpoints/*/config.json")):
+        record = json.loads(path.read_text())
+        for name in ("first_position", "num_positions", "scaled_embeddings", "embedding_norm", "layer_norm_epsilon"):
+            del record["model"][name]
+        path.write_text(json.dumps(record))
+    assert train(load_config("toy.toml"), stopped, resume=True) is None
+    with pytest.raises(CheckpointError, match=r"model\.embedding_norm is True, was False; the saved state"):
+        train(load_config("toy.toml", ["model.embedding_norm=true"]), stopped, resume=True)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
