@@ -12,8 +12,12 @@
 set -euo pipefail
 
 words=(attention transformer queue giraffe language)
-sentences=("She has never seen the sea." "We missed the last train to Cologne." "The children are playing in front of the school.")
-streamed="The grey sloth tried to win a race but it was too slow."
+sentences=(
+  "The children are playing in front of the school."
+  "My brother sold his car because he needed the money."
+  "Could you tell me when the next train to Berlin leaves?"
+)
+streamed="The old man sat on the bench and read his newspaper."
 step=arguments advice="usage: bash deploy/quickstart.sh [--once]"
 interrupted=false
 

@@ -14,7 +14,7 @@ from typing import Final
 from dragoman.errors import ConfigError
 from dragoman.setting import check, setting
 
-DEFAULT_MODEL = "g2p-en"
+DEFAULT_MODEL = "en-de"
 DEFAULT_PORT = 50051
 DEFAULT_METRICS_PORT = 9464
 PROVIDERS = ("cpu", "cuda", "cuda-dry")

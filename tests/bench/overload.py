@@ -22,9 +22,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from dragoman.loadtest.arrivals import poisson_arrivals
-from dragoman.loadtest.load import run_load
+from dragoman.loadtest.arrivals import Arrivals, Stage, arrival_times
+from dragoman.loadtest.load import run_open
 from dragoman.loadtest.report import Outcome
+from dragoman.loadtest.requests import draw_requests
+from dragoman.loadtest.scenario import Part
 from dragoman.loadtest.target import connect
 from dragoman.testing import ALPHABET
 
@@ -97,10 +99,11 @@ async def load(target: str, rate: float, seconds: float, seed: int, pid: int) ->
             memory.append(resident_bytes(pid))
 
     watching = asyncio.create_task(watch())
-    async with connect(target, texts, connections=8, connect_seconds=10, seed=seed) as call:
-        outcomes = await run_load(
-            call, poisson_arrivals(rate, seconds, seed), deadline_seconds=10, max_in_flight=100_000
-        )
+    outcomes: list[Outcome] = []
+    times = arrival_times([Stage(seconds, rate, rate)], Arrivals.POISSON, seed)
+    async with connect(target, draw_requests([Part(texts=tuple(texts))], seed), connections=8) as jobs:
+        origin = asyncio.get_running_loop().time()
+        await run_open(jobs, times, origin=origin, max_in_flight=100_000, record=outcomes.append)
     watching.cancel()
     return Phase(outcomes, memory)
 

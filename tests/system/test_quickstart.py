@@ -139,13 +139,19 @@ def is_running(venv: Path) -> bool:
     return True
 
 
-def test_once_prints_right_pronunciations_and_ends():
-    """The words of the tour with their pronunciations, where the metrics are, exit status 0, and no server left."""
+def test_once_prints_right_answers_and_ends():
+    """The sentences and words of the tour with their answers, where the metrics are, status 0, and no server left."""
     status, out, err = run(QUICKSTART, "--once")
     url = re.search(r"^metrics +(http://127\.0\.0\.1:\d+/metrics)$", out, re.MULTILINE)
 
     assert status == 0, err
-    for line in ("attention -> AH T EH N SH AH N", "queue -> K Y UW", "giraffe -> JH ER AE F"):
+    for line in (
+        "The children are playing in front of the school. -> Die Kinder spielen vor der Schule.",
+        "The old man sat on the bench and read his newspaper. -> Der alte Mann saß auf der Bank und las seine Zeitung.",
+        "attention -> AH T EH N SH AH N",
+        "queue -> K Y UW",
+        "giraffe -> JH ER AE F",
+    ):
         assert line in out.splitlines()
     assert url, out
     with pytest.raises(urllib.error.URLError, match="refused"):
@@ -157,10 +163,11 @@ def test_each_model_that_is_served_is_asked_what_it_is_for(fake):
     with started(QUICKSTART, venv=fake("works")) as process:
         lines = read_until_serving(process).splitlines()
 
-    assert "She has never seen the sea. -> SHE HAS NEVER SEEN THE SEA." in lines
-    assert sum("streamed by en-de: The grey sloth" in line for line in lines) == 1
+    sentence = "The children are playing in front of the school."
+    assert f"{sentence} -> {sentence.upper()}" in lines
+    assert sum("streamed by en-de: The old man" in line for line in lines) == 1
     assert "giraffe -> GIRAFFE" in lines
-    assert [line.endswith('"She has never seen the sea."') for line in lines if line.startswith("ask it ")] == [True]
+    assert [line.endswith(f'"{sentence}"') for line in lines if line.startswith("ask it ")] == [True]
 
 
 def test_it_serves_until_ctrl_c():

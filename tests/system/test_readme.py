@@ -164,7 +164,7 @@ def test_a_block_runs(folder, number):
         )
     told = (folder / "out").read_text()
     assert done.returncode == 0, f"{code}\n{told}\n{(folder / 'err').read_text()}"
-    for answer in re.findall(r"# ([A-Z]{1,2} .*)$", block, re.MULTILINE):
+    for answer in re.findall(r"# ([A-Z]\w* .*[A-Z.\d])$", block, re.MULTILINE):
         assert answer in told.splitlines(), told
 
 

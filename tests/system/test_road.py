@@ -66,13 +66,18 @@ def test_a_trained_model_is_served_with_exact_answers(reverse_bundle, reverse_da
         assert process.wait(30) == 0
 
 
-def test_serve_without_arguments_serves_the_embedded_model():
-    """The pronunciation model that ships with the package, found from any folder."""
+def test_serve_without_arguments_serves_the_embedded_models():
+    """The translator, which is the default, and the pronunciation model, found from any folder."""
     with serving() as (process, ready):
-        assert ready["models"] == ["g2p-en"]
+        assert ready["models"] == ["en-de", "g2p-en"]
         with Client(f"127.0.0.1:{ready['port']}") as client:
-            assert client.generate("giraffe").text == "JH ER AE F"
+            assert client.generate("The children are playing in front of the school.").text == (
+                "Die Kinder spielen vor der Schule."
+            )
             assert client.generate("").text == ""
+            assert client.model_info().unknown_policy == "byte_fallback"
+        with Client(f"127.0.0.1:{ready['port']}", model="g2p-en") as client:
+            assert client.generate("giraffe").text == "JH ER AE F"
             assert client.model_info().unknown_policy == "refuse"
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -102,7 +107,7 @@ def test_generate_in_process_and_through_a_server_agree(tmp_path):
     """The same lines give the same output, byte for byte, blank lines and line ends included."""
     words = tmp_path / "words.txt"
     words.write_bytes(b"giraffe\n\n race \r\nqueue\nattention")
-    generate = [sys.executable, "-m", "dragoman.cli.main", "generate"]
+    generate = [sys.executable, "-m", "dragoman.cli.main", "generate", "--model", "g2p-en"]
 
     def run(*arguments):
         with words.open("rb") as file:

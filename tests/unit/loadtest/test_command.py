@@ -3,15 +3,19 @@
 import argparse
 import asyncio
 import json
+import math
+import re
 import threading
 
 import grpc
 import pytest
 
-from dragoman.cli import loadtest
+from dragoman.cli import capacity, loadtest
 from dragoman.errors import ConfigError
+from dragoman.loadtest.requests import draw_requests
+from dragoman.loadtest.scenario import Part
 from dragoman.loadtest.target import connect
-from dragoman.v1.generation_pb2 import GenerateRequest, GenerateResponse
+from dragoman.v1.generation_pb2 import GenerateRequest, GenerateResponse, StreamGenerateResponse
 
 HANG = object()
 
@@ -20,7 +24,7 @@ class StubServer:
     """``Generate`` answers the text itself, or with the status that ``statuses`` names, in turn; never for HANG."""
 
     def __init__(self, statuses=(None,)):
-        self.statuses, self.texts, self.peers = statuses, [], set()
+        self.statuses, self.texts, self.requests, self.peers = statuses, [], [], set()
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
 
@@ -40,8 +44,12 @@ class StubServer:
         handler = grpc.unary_unary_rpc_method_handler(
             self._generate, GenerateRequest.FromString, GenerateResponse.SerializeToString
         )
+        stream_handler = grpc.unary_stream_rpc_method_handler(
+            self._stream, GenerateRequest.FromString, StreamGenerateResponse.SerializeToString
+        )
+        methods = {"Generate": handler, "StreamGenerate": stream_handler}
         server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("dragoman.v1.GenerationService", {"Generate": handler}),)
+            (grpc.method_handlers_generic_handler("dragoman.v1.GenerationService", methods),)
         )
         self.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
@@ -52,6 +60,7 @@ class StubServer:
     async def _generate(self, request, context):
         status = self.statuses[len(self.texts) % len(self.statuses)]
         self.texts.append(request.text)
+        self.requests.append(request)
         self.peers.add(context.peer())
         if status is HANG:
             await asyncio.Future()  # until the call is cancelled
@@ -59,12 +68,18 @@ class StubServer:
             await context.abort(status, "as the test wants")
         return GenerateResponse(text=request.text)
 
+    async def _stream(self, request, context):
+        yield StreamGenerateResponse()  # a piece without text is none
+        yield StreamGenerateResponse(delta=(await self._generate(request, context)).text)
+        await asyncio.sleep(0.05)
+        yield StreamGenerateResponse(final=True)
 
-def run(*arguments: str) -> int:
+
+def run(*arguments: str, command=loadtest) -> int:
     """The command as the console script runs it."""
     parser = argparse.ArgumentParser()
-    loadtest.add_arguments(parser)
-    return loadtest.run(parser.parse_args(arguments))
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
 
 
 def test_all_answers_ok_exits_0_and_prints_the_figures(capsys):
@@ -114,8 +129,8 @@ def test_a_call_without_an_answer_ends_at_its_deadline(capsys):
 async def test_a_deadline_that_passed_before_sending_is_exceeded():
     """A request that this side could not send within its deadline counts as DEADLINE_EXCEEDED, not as a crash."""
     with StubServer() as server:
-        async with connect(server.target, ["text"], connections=1, connect_seconds=10.0, seed=0) as call:
-            statuses = [await call(0, 10.0), await call(1, 0.0), await call(2, -1.0)]
+        async with connect(server.target, draw_requests([Part()], seed=0), connections=1) as jobs:
+            statuses = [(await next(jobs).send(timeout)).status for timeout in (10.0, 0.0, -1.0)]
 
     assert statuses == ["OK", "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"]
 
@@ -189,3 +204,161 @@ def test_wrong_numbers_are_usage_errors(wrong, capsys):
 
     assert exited.value.code == 2
     assert wrong[0] in capsys.readouterr().err
+
+
+MIXED = """
+warm_up_seconds = 0.2
+[[stages]]
+seconds = 0.5
+from_rate = 100
+rate = 300
+[[mix]]
+name = "plain"
+words = [2, 4]
+options = { beam_size = 3, stop = ["."] }
+model = "one"
+[[mix]]
+name = "streams"
+streaming = 1.0
+texts = "texts.txt"
+[slo]
+max_p99_ms = 9000
+max_error_rate = 0
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path):
+    """A file with a ramp, a warm-up and two parts."""
+    (tmp_path / "texts.txt").write_text("a text\n", encoding="utf-8")
+    (tmp_path / "mixed.toml").write_text(MIXED, encoding="utf-8")
+    return tmp_path / "mixed.toml"
+
+
+def test_a_scenario_sends_what_its_parts_say(scenario, capsys, tmp_path):
+    """Options, model and lengths of each part arrive at the server; streams have a time to the first piece."""
+    with StubServer() as server:
+        status = run(server.target, "--scenario", str(scenario), "--json", str(tmp_path / "report.json"))
+    report = json.loads((tmp_path / "report.json").read_text())
+    plain = [request for request in server.requests if request.model == "one"]
+    streams = [request for request in server.requests if request.model == ""]
+
+    assert status == 0, capsys.readouterr().err
+    assert all(request.options.beam_size == 3 and request.options.stop == ["."] for request in plain)
+    assert {len(request.text.split()) for request in plain} == {2, 3, 4}
+    assert {request.text for request in streams} == {"a text"}
+    assert report["parts"]["plain"]["first_ms"] is None
+    assert 0 < report["parts"]["streams"]["first_ms"]["p50"] <= report["parts"]["streams"]["latency_ms"]["p50"] - 45
+    assert 0 < report["requests"] < len(server.requests)  # those of the warm-up are in no figure
+
+
+def test_a_scenario_is_scaled(scenario):
+    """Its highest rate and its length can be others: the mean of 100 and 300 becomes that of 20 and 60."""
+    with StubServer() as server:
+        run(server.target, "--scenario", str(scenario), "--rate", "60", "--duration", "1", "--model", "two")
+
+    assert len(server.requests) == pytest.approx(40 + 0.2 * 20, abs=30)
+    assert {request.model for request in server.requests} == {"two"}
+
+
+def test_options_that_a_scenario_has_itself_are_refused(scenario):
+    """Nothing is ignored in silence; a closed loop has no rate."""
+    with pytest.raises(ConfigError, match="--warm-up"):
+        run("127.0.0.1:1", "--scenario", str(scenario), "--warm-up", "1")
+    with pytest.raises(ConfigError, match="an open loop"):
+        run("127.0.0.1:1", "--scenario", str(scenario), "--callers", "2")
+    with pytest.raises(ConfigError, match="--duration"):
+        run("127.0.0.1:1", "--rate", "1")
+
+
+@pytest.mark.parametrize("streaming", ["0", "1"])
+def test_requests_that_are_cancelled_on_purpose_are_no_errors(tmp_path, capsys, streaming):
+    """A server that never answers, and a scenario that cancels all: no error, no answer."""
+    file = tmp_path / "cancels.toml"
+    file.write_text(
+        f"[[stages]]\nseconds = 0.3\nrate = 100\n[[mix]]\ncancel = 1.0\nstreaming = {streaming}.0\n"
+        "cancel_after_ms = [20, 40]\n[slo]\nmax_error_rate = 0\n"
+    )
+    with StubServer((HANG,)) as server:
+        status = run(server.target, "--scenario", str(file))
+    printed = capsys.readouterr().out
+
+    assert status == 0
+    assert f"0 OK, 0 errors (0.00%), {len(server.texts)} cancelled here" in printed
+    assert len(server.texts) > 10
+
+
+def test_a_closed_loop_has_no_more_requests_open_than_callers(capsys):
+    """Each caller waits for its answer; no rate was asked for."""
+    with StubServer() as server:
+        status = run(server.target, "--callers", "3", "--duration", "0.3")
+
+    assert status == 0
+    assert "closed loop" in capsys.readouterr().out
+    assert len(server.texts) > 3
+
+
+def test_several_processes_share_the_load(tmp_path):
+    """Two processes, two connections: the same schedule as one process has, each request sent once."""
+    reports = []
+    for processes in ("1", "2"):
+        file = tmp_path / f"{processes}.json"
+        with StubServer() as server:
+            run(server.target, "--rate", "60", "--duration", "1", "--processes", processes, "--json", str(file))
+        report = json.loads(file.read_text())
+        assert len(server.texts) == report["requests"] == report["ok"]
+        assert len(server.peers) == int(processes)
+        reports.append(report)
+
+    assert [m["due"] for m in reports[0]["timeline"]] == [m["due"] for m in reports[1]["timeline"]]
+
+
+def test_a_process_that_finds_nobody_says_so():
+    """The error of one of several processes is the command's."""
+    with StubServer() as server:
+        target = server.target
+
+    with pytest.raises(ConfigError, match=f"cannot connect to {target}"):
+        run(target, "--rate", "10", "--duration", "0.1", "--deadline", "0.2", "--processes", "2")
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path):
+    """One file: no script, no link, no address but the name of SVG; what it shows is escaped."""
+    file = tmp_path / "report.html"
+    with StubServer((None, grpc.StatusCode.UNAVAILABLE)) as server:
+        run(server.target, "--rate", "100", "--duration", "0.3", "--html", str(file), "--max-error-rate", "0.1")
+    page = file.read_text()
+
+    assert page.count("<svg") == page.count("</svg>") == 3
+    assert "Service level missed: the error rate is" in page
+    assert "UNAVAILABLE" in page
+    assert not re.search(r"<script|<link|@import|url\(|src=|href=", page)
+    assert page.replace("http://www.w3.org/2000/svg", "").count("http") == 0
+
+
+def test_capacity_finds_the_rate_at_which_a_server_begins_to_refuse(tmp_path, capsys):
+    """A server that refuses while more than so many calls came within a moment: a rate below, and its replicas."""
+
+    class Limited(StubServer):
+        async def _generate(self, request, context):
+            loop = asyncio.get_running_loop()
+            self.texts.append(loop.time())
+            if sum(time > loop.time() - 0.2 for time in self.texts[-40:]) > 20:  # 100 a second
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many")
+            return GenerateResponse()
+
+    options = ("--seconds", "0.4", "--first-rate", "20", "--precision", "0.5", "--max-p99-ms", "5000")
+    with Limited() as server:
+        status = run(server.target, *options, "--wanted-rate", "700", "--json", str(tmp_path / "c"), command=capacity)
+    found = json.loads((tmp_path / "c").read_text())
+
+    assert status == 0
+    assert 20 <= found["capacity"] < 160
+    assert found["replicas"] == math.ceil(1000 / found["capacity"])
+    assert f"replicas  {found['replicas']} for 700/s, each used to 70%" in capsys.readouterr().out
+
+
+def test_capacity_needs_a_limit_to_hold():
+    """Without one, every rate would hold."""
+    with pytest.raises(ConfigError, match="--max-p99-ms"):
+        run("127.0.0.1:1", command=capacity)

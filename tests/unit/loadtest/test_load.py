@@ -1,13 +1,14 @@
 """Sending on a schedule, on an event loop whose clock jumps to the next thing that is due."""
 
 import asyncio
+import itertools
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 import pytest
 
-from dragoman.loadtest.load import run_load
+from dragoman.loadtest.load import ERROR_PAUSE_SECONDS, Answer, Job, run_closed, run_open
 from dragoman.loadtest.report import CLIENT_LIMIT, OK, Outcome, summarize
 
 T = TypeVar("T")
@@ -32,6 +33,32 @@ def run_in_virtual_time(coroutine: Coroutine[Any, Any, T]) -> T:
         return loop.run_until_complete(coroutine)
     finally:
         loop.close()
+
+
+Call = Callable[[int, float], Awaitable[str]]
+
+
+def jobs_of(call: Call, deadline_seconds: float = 10.0) -> Iterator[Job]:
+    """Requests that end with the status that a function of their number and time says."""
+
+    def job(number: int) -> Job:
+        async def send(timeout: float) -> Answer:
+            return Answer(await call(number, timeout))
+
+        return Job("all", deadline_seconds, send)
+
+    return map(job, itertools.count())
+
+
+async def run_load(
+    call: Call, arrivals: Iterable[float], *, deadline_seconds: float, max_in_flight: int
+) -> list[Outcome]:
+    """An open loop from now on."""
+    outcomes: list[Outcome] = []
+    origin = asyncio.get_running_loop().time()
+    jobs = jobs_of(call, deadline_seconds)
+    await run_open(jobs, arrivals, origin=origin, max_in_flight=max_in_flight, record=outcomes.append)
+    return outcomes
 
 
 async def quick(number: int, timeout: float) -> str:
@@ -72,7 +99,7 @@ def test_a_pause_of_the_server_is_charged_to_every_request_that_was_due_in_it():
 
     arrivals = [n / 100 for n in range(1000)]
     outcomes = run_in_virtual_time(run_load(pausing, arrivals, deadline_seconds=10.0, max_in_flight=1000))
-    latency = summarize(outcomes, 100.0).latency_ms
+    latency = summarize(outcomes, 100.0).all.latency_ms
 
     assert latency is not None
     assert latency.p50 == pytest.approx(10)
@@ -129,7 +156,7 @@ def test_every_third_rejected_is_a_third_of_errors():
 
     arrivals = [n / 100 for n in range(300)]
     outcomes = run_in_virtual_time(run_load(rejecting, arrivals, deadline_seconds=10.0, max_in_flight=100))
-    report = summarize(outcomes, 100.0)
+    report = summarize(outcomes, 100.0).all
 
     assert report.errors == {"RESOURCE_EXHAUSTED": 100}
     assert report.error_rate == pytest.approx(1 / 3)
@@ -164,3 +191,44 @@ def test_an_error_of_the_call_itself_is_not_swallowed():
     with pytest.raises(ExceptionGroup) as raised:
         run_in_virtual_time(load())
     assert raised.group_contains(RuntimeError, match="no status")
+
+
+def run_callers(call: Call, changes: list[tuple[float, int]], end: float, think_seconds: float = 0.0) -> list[Outcome]:
+    """A closed loop in virtual time."""
+    outcomes: list[Outcome] = []
+
+    async def load() -> None:
+        origin = asyncio.get_running_loop().time()
+        await run_closed(
+            jobs_of(call), changes, end, origin=origin, think_seconds=think_seconds, record=outcomes.append
+        )
+
+    run_in_virtual_time(load())
+    return outcomes
+
+
+def test_a_caller_sends_behind_its_answer():
+    """Two callers of a server that takes 10 ms, who think for 40 ms: each sends every 50 ms, 20 times in a second."""
+    outcomes = run_callers(quick, [(0.0, 2)], end=1.0, think_seconds=0.04)
+
+    assert len(outcomes) == 40
+    assert sorted(o.intended_seconds for o in outcomes)[::2] == pytest.approx([n / 20 for n in range(20)])
+
+
+def test_callers_are_as_many_as_the_changes_say():
+    """One caller for a second, three for a second, one again: so many answers of 10 ms fit."""
+    outcomes = run_callers(quick, [(0.0, 1), (1.0, 3), (2.0, 1)], end=3.0)
+    counts = [sum(second <= o.intended_seconds + 1e-9 < second + 1 for o in outcomes) for second in range(3)]
+
+    assert counts == pytest.approx([100, 300, 100], abs=2)
+
+
+def test_a_caller_waits_behind_an_error():
+    """A server that refuses at once is not asked without a pause."""
+
+    async def refusing(number: int, timeout: float) -> str:
+        return "RESOURCE_EXHAUSTED"
+
+    outcomes = run_callers(refusing, [(0.0, 1)], end=1.0)
+
+    assert len(outcomes) == pytest.approx(1 / ERROR_PAUSE_SECONDS, abs=1)
