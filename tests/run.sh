@@ -7,12 +7,18 @@
 #
 # Leaves .venv-dev and .venv-triton behind, so that the next run starts at once.
 #
+#   DRAGOMAN_IMAGE_BUILDER  what builds images where there is no Docker: COMMAND DOCKERFILE CONTEXT ... (default: Docker)
 #   PYTHON       the interpreter, 3.11 or later with venv (default: python3)
 #   TORCH_INDEX  a package index with CPU builds of torch; without it pip takes torch from where it is set up to look,
 #                which on Linux usually means a CUDA build of several gigabytes
 set -euo pipefail
 unset PYTHONPATH # the environments alone decide what is imported
 export ORT_DISABLE_TELEMETRY=1 # tests speak to this machine alone
+# Handed on under a name that is no setting of a server: one that starts among unknown DRAGOMAN_ names refuses them.
+if [ -n "${DRAGOMAN_IMAGE_BUILDER-}" ]; then
+  export IMAGE_BUILDER=$DRAGOMAN_IMAGE_BUILDER
+  unset DRAGOMAN_IMAGE_BUILDER
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 step=

@@ -37,7 +37,7 @@ step=start
 start_server "$venv"
 
 step=load
-"$venv/bin/dragoman" loadtest "$server_target" --rate "$rate" --duration "$seconds" --max-error-rate 0 || {
+"$venv/bin/dragoman" loadtest "$server_target" --scenario deploy/loadtest/smoke.toml --rate "$rate" --duration "$seconds" || {
   show_server_log
   exit 1
 }

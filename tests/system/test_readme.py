@@ -179,17 +179,19 @@ def test_what_is_not_run_here_is_in_the_readme_and_runs_elsewhere():
         assert set(named.split(",")) <= set(extras)
 
 
+def headings(page: str) -> set[str]:
+    """The anchors of a page's headings."""
+    found = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
 def test_every_link_and_file_of_the_readme_exists():
     """Relative links, their anchors, and the files of the walk through the folders."""
-    headings = {
-        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-        for heading in re.findall(r"^#+ (.*)$", README, re.MULTILINE)
-    }
     for link in re.findall(r"\]\(([^)]+)\)", README):
-        if link.startswith("#"):
-            assert link[1:] in headings, link
-        elif "://" not in link:
-            assert (ROOT / link).exists(), link
+        if "://" not in link:
+            file, _, anchor = link.partition("#")
+            assert (ROOT / file).exists(), link
+            assert not anchor or anchor in headings(README if not file else (ROOT / file).read_text()), link
     walk = README[README.index("## A walk through the files") :]
     tables = re.findall(r"^`(\w+/\w+)/`[^|]*?\n\n((?:\|.*\n)+)", walk, re.MULTILINE)
     assert len(tables) == 3

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -96,7 +96,7 @@ class Scenario:
     """A load. Raises ConfigError for one that is none, or too large to keep."""
 
     stages: tuple[Stage, ...]
-    mix: tuple[Part, ...] = (Part(),)
+    mix: tuple[Part, ...] = field(default_factory=lambda: (Part(),))
     closed: bool = False  # whether the stages' levels are callers, who each wait for their answer
     arrivals: Arrivals = Arrivals.POISSON
     warm_up_seconds: float = 0.0
@@ -243,7 +243,7 @@ def _made(kind: type[T], where: str, values: Any) -> T:
     """A dataclass out of a table. Raises ConfigError for a key that is none, and for numbers and texts mixed up."""
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is {values!r:.100}; it must be a table")
-    defaults = {field.name: field.default for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    defaults = {known.name: known.default for known in fields(kind)}  # type: ignore[arg-type]  # a dataclass
     for name, value in values.items():
         if name not in defaults:
             raise ConfigError(f"{where} has {name!r}, which is none of {', '.join(defaults)}")

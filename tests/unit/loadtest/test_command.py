@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from dragoman.cli import capacity, loadtest
+from dragoman.cli.command import Command
 from dragoman.errors import ConfigError
 from dragoman.loadtest.requests import draw_requests
 from dragoman.loadtest.scenario import Part
@@ -75,7 +76,7 @@ class StubServer:
         yield StreamGenerateResponse(final=True)
 
 
-def run(*arguments: str, command=loadtest) -> int:
+def run(*arguments: str, command: Command = loadtest) -> int:
     """The command as the console script runs it."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
