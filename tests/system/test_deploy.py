@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.system.deploy_tools import DEPLOY, fetch, run, serving, tool, until
 
 from dragoman.client import Client
 from dragoman.errors import DragomanError
 from dragoman.metrics import ServerMetrics
 from dragoman.retries import NO_RETRIES
 from dragoman.settings import read_settings
-from tests.system.deploy_tools import DEPLOY, fetch, run, serving, tool, until
 
 KUBERNETES = DEPLOY / "kubernetes"
 ALERTS = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"][0]["rules"]

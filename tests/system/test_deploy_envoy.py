@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import yaml
+from tests.system.deploy_tools import DEPLOY, fetch, serving, tool, until
 
 from dragoman.client import AsyncClient
 from dragoman.config import ServerConfig
@@ -22,7 +23,6 @@ from dragoman.retries import NO_RETRIES
 from dragoman.server import Server
 from dragoman.testing import ScriptedRunner, scripted_model
 from dragoman.v1 import generation_pb2
-from tests.system.deploy_tools import DEPLOY, fetch, serving, tool, until
 
 NUM_CALLS = 1000
 NUM_CALLERS = 16
@@ -213,9 +213,13 @@ async def test_browsers_call_by_grpc_web(tmp_path):
             data=b"\0" + len(message).to_bytes(4, "big") + message,
             headers={"Content-Type": "application/grpc-web+proto", "Origin": "http://localhost:3000"},
         )
-        with await asyncio.to_thread(urllib.request.urlopen, request) as reply:
-            body = reply.read()
-            assert reply.headers["access-control-allow-origin"] == "http://localhost:3000"
+
+        def answer() -> tuple[bytes, str]:
+            with urllib.request.urlopen(request, timeout=30) as reply:
+                return reply.read(), reply.headers["access-control-allow-origin"]
+
+        body, allowed = await asyncio.to_thread(answer)
+        assert allowed == "http://localhost:3000"
         size = int.from_bytes(body[1:5], "big")
         assert generation_pb2.GenerateResponse.FromString(body[5 : 5 + size]).text == "word"
         assert body[5 + size] == 0x80  # trailers

@@ -117,14 +117,21 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
     def _handler(self, method: Method) -> RawHandler:
         rpc = self._observer.metrics.rpc(method.kind, method.service, method.name)
 
-        async def run(data: AsyncIterator[bytes], context: Context) -> None:
+        async def run(data: AsyncIterator[bytes], context: Context) -> bytes:
+            return await self._run(method, rpc, data, context)
+
+        async def run_stream(data: AsyncIterator[bytes], context: Context) -> None:
             await self._run(method, rpc, data, context)
 
-        # On the wire every method is one of streams. gRPC's handlers for one request leave a call without any
-        # message unanswered for ever; here it is a fault like another.
-        return grpc.stream_stream_rpc_method_handler(run)
+        # On the wire every request is a stream. gRPC's handlers for one request leave a call without any message
+        # unanswered for ever; here it is a fault like another. A lone reply goes out together with its status, so that
+        # a server that is killed leaves no half an answer, which no proxy could ask for elsewhere.
+        if method.stream_reply:
+            return grpc.stream_stream_rpc_method_handler(run_stream)
+        return grpc.stream_unary_rpc_method_handler(run)
 
-    async def _run(self, method: Method, rpc: RpcMetrics, data: AsyncIterator[bytes], context: Context) -> None:
+    async def _run(self, method: Method, rpc: RpcMetrics, data: AsyncIterator[bytes], context: Context) -> bytes:
+        """Answer a call. Returns the reply, if there is to be just one."""
         started = time.monotonic()
         rpc.started()
         call = Call(
@@ -135,7 +142,7 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
             self._draining,
             service=method.service,
         )
-        code, is_inside = "UNKNOWN", False
+        code, is_inside, lone = "UNKNOWN", False, b""
         try:
             with self._inside(method, call, started) as visit:
                 call = visit.call
@@ -143,7 +150,10 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
                 is_inside = True
                 async with aclosing(method.behaviour(request, call)) as replies:
                     async for reply in replies:
-                        await context.write(self._serialize(reply))
+                        if method.stream_reply:
+                            await context.write(self._serialize(reply))
+                        else:
+                            lone = self._serialize(reply)
                         rpc.sent()
                 if visit.place is not None:
                     visit.place.answered = True
@@ -167,6 +177,7 @@ class RpcRouter(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
                 raise
         finally:
             rpc.handled(code, time.monotonic() - started)
+        return lone
 
     @contextmanager
     def _inside(self, method: Method, call: Call, now: float) -> Generator[_Visit]:
