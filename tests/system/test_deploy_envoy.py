@@ -74,8 +74,7 @@ def balancing(folder: Path, *ports: int) -> Iterator[Envoy]:
     try:
         envoy = Envoy(folder)
         until("Envoy listens", lambda: envoy.target)
-        for port in ports:
-            until("Envoy finds the servers healthy", lambda port=port: envoy.flags(port) == "healthy")
+        until("Envoy finds the servers healthy", lambda: all(envoy.flags(port) == "healthy" for port in ports))
         yield envoy
     finally:
         process.kill()
