@@ -63,7 +63,7 @@ rm -rf "$folder"
 # The build backend comes from the constraints too: pip's isolated builds would take whatever is newest.
 if ! {
   "$folder/bin/pip" install --disable-pip-version-check -c deploy/constraints.txt hatchling editables &&
-    "$folder/bin/pip" install --disable-pip-version-check -c deploy/constraints.txt --no-build-isolation \
+    "$folder/bin/pip" install --disable-pip-version-check -c deploy/constraints.txt --no-build-isolation --no-compile \
       ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --editable ".[$extras]"
 } >"$folder/install.log" 2>&1; then
   tail -n 30 "$folder/install.log" >&2
