@@ -8,6 +8,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
+from tests.integration.untrained import SHAPES, untrained
 
 from dragoman.bundle import Alignment, ModelBundle
 from dragoman.config import EngineConfig
@@ -22,7 +23,7 @@ from dragoman_export.alignment import Choice, Example, compare, cross_attentions
 from dragoman_export.alignment_graph import AlignmentGraph
 from dragoman_export.counts import FLOAT_PRODUCTS, Products
 from dragoman_export.errors import ExportError
-from dragoman_export.exporter import ExportOptions
+from dragoman_export.exporter import ExportOptions, export
 from dragoman_export.graphs import EncoderGraph
 from dragoman_export.targets import FP32, INT8, Tolerance
 from dragoman_export.trace import checked, trace
@@ -128,10 +129,12 @@ def test_no_weight_of_a_bundle_in_8_bits_is_stored_twice(aligned, reverse_run):
         assert sum(places.values()) == sum(p.numel() for p in matrices)
 
 
-def test_without_sources_there_is_nothing_to_choose_by():
-    """Refused before anything is loaded."""
+def test_without_sources_there_is_nothing_to_choose_by(tmp_path):
+    """Refused before anything is traced or written, where the checkpoint records no heads that align."""
+    checkpoint = untrained(SHAPES["pre-norm, gelu"], tmp_path / "checkpoint")
     with pytest.raises(ExportError, match="give --sources"):
-        ExportOptions("x", "1", alignment=True)
+        export(checkpoint, ExportOptions("x", "1", alignment=True), tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
 
 
 class Recording(TorchAttention):

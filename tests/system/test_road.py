@@ -84,7 +84,7 @@ def test_serve_without_arguments_serves_the_embedded_models():
 
 
 def test_two_models_are_served_side_by_side(reverse_bundle):
-    """Each answers to its name, the first to no name; two of one name are refused, as they could not be told apart."""
+    """Each answers to its name, the first to no name; two alike are refused."""
     with serving(reverse_bundle, embedded_bundle("g2p-en")) as (process, ready):
         assert ready["models"] == ["reverse", "g2p-en"]
         target = f"127.0.0.1:{ready['port']}"
@@ -100,7 +100,7 @@ def test_two_models_are_served_side_by_side(reverse_bundle):
             assert line in metrics.decode()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-    assert "two bundles are named 'reverse'" in serve_fails(reverse_bundle, reverse_bundle)
+    assert "are both reverse version 1: keep one of them" in serve_fails(reverse_bundle, reverse_bundle)
 
 
 def test_generate_in_process_and_through_a_server_agree(tmp_path):

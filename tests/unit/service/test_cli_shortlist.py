@@ -34,7 +34,7 @@ def test_it_is_off_by_default(command):
 @pytest.mark.parametrize(("command", "arguments"), [(serve, ["--port", "0"]), (generate, ["word"])])
 def test_a_model_without_one_is_refused(command, arguments):
     """The embedded model has none: nothing starts, and nothing is answered by the whole vocabulary instead."""
-    with pytest.raises((BundleError, LoadError), match="'g2p-en' has no shortlist"):
+    with pytest.raises((BundleError, LoadError), match="'en-de' has no shortlist"):
         command.run(parse(command, "--shortlist", *arguments))
 
 

@@ -45,7 +45,7 @@ def router_for(behaviour: Any) -> tuple[ServerMetrics, Any]:
         [Method("s", "m", pb.GetModelRequest, behaviour)], RequestObserver(metrics), 1000, Admission(100, 1 << 20)
     )
     details: Any = SimpleNamespace(method="/s/m")
-    return metrics, router.service(details).stream_stream
+    return metrics, router.service(details).stream_unary
 
 
 async def message() -> AsyncGenerator[bytes]:
