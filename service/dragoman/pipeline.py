@@ -24,7 +24,6 @@ from dragoman.errors import (
     ImpossibleError,
     InvalidRequestError,
     ModelUnsupportedError,
-    OverloadedError,
 )
 from dragoman.explanation import Side, TokenAttention
 from dragoman.protection import Reading
@@ -318,11 +317,12 @@ class TextPipeline:
         items: asyncio.Queue[TextUpdate | _SegmentEnd | Exception],
         options: DecodingOptions,
     ) -> _SegmentEnd:
-        """What another attempt comes to, or what there is where that has lost less. The time is that of both."""
-        try:
-            stream = self._engine.submit(attempt.request)
-        except OverloadedError:  # what there is, is an answer, and says what it lost
-            return end
+        """What another attempt comes to, or what there is where that has lost less. The time is that of both.
+
+        Raises OverloadedError where the queue has no room for it: what is there already would be an answer that depends
+        on who else asks.
+        """
+        stream = self._engine.submit(attempt.request)
         try:
             _, other = await self._answered(work, attempt, stream, items, options)
         finally:

@@ -187,11 +187,11 @@ class Reading:
             wanted = Counter(self.originals)
             wrong = {one for one, number in wanted.items() if len(_whole(one).findall(answer)) != number}
             return answer, tuple(s for s, one in zip(self.spans, self.originals, strict=True) if one in wrong)
-        by_substitute = {p.substitute.lower(): (p, o) for p, o in zip(self.places, self.originals, strict=True)}
+        by_substitute = {p.substitute.casefold(): (p, o) for p, o in zip(self.places, self.originals, strict=True)}
         seen = Counter[str]()
 
         def put_back(match: re.Match[str]) -> str:
-            place, original = by_substitute[match.group("it").lower()]
+            place, original = by_substitute[match.group("it").casefold()]
             seen[place.substitute] += 1
             before = "" if place.blank_before else match.group("before")
             return before + original + ("" if place.blank_behind else match.group("behind"))
@@ -199,8 +199,8 @@ class Reading:
         it = "|".join(map(re.escape, by_substitute))
         one = rf"(?P<before> ?)(?<![\w{{])(?P<it>{it})(?![\w}}])(?P<behind> ?)"
         text = re.sub(one, put_back, answer, flags=re.IGNORECASE)  # in a headline, say, a model writes capitals
-        lowered = answer.lower()
-        lost = [p for p in self.places if not seen[p.substitute] == lowered.count(p.substitute.lower()) == 1]
+        lowered = answer.casefold()
+        lost = [p for p in self.places if not seen[p.substitute] == lowered.count(p.substitute.casefold()) == 1]
         return text, tuple(place.span for place in lost)
 
 

@@ -149,6 +149,8 @@ def test_a_broken_file_leaves_the_old_one_in_force(path, caplog):
         (f"['a b']\nsecret = '{ALICE}'", ["'a b'", "letters"]),
         (f"[a]\nsecret = '{ALICE}'\n[b]\nsecret = '{ALICE}'", ["a and b have the same secret"]),
         ("[alice", ["no TOML"]),
+        ("a = " + "[" * 5000, ["no TOML"]),
+        ("a = " + "9" * 5000, ["no TOML"]),
     ],
 )
 def test_a_file_that_is_not_as_described_is_refused_at_the_start(path, text, words):

@@ -12,7 +12,7 @@ from dragoman.answer import TextResult
 from dragoman.bundle import Limits, TextRules
 from dragoman.config import EngineConfig
 from dragoman.engine.engine import Engine
-from dragoman.errors import InvalidRequestError, ModelUnsupportedError, SourceTooLongError
+from dragoman.errors import InvalidRequestError, ModelUnsupportedError, OverloadedError, SourceTooLongError
 from dragoman.pipeline import TextLimits, TextPipeline
 from dragoman.protection import vocabulary_of
 from dragoman.served_model import token_rules
@@ -229,6 +229,23 @@ async def test_a_doubled_span_is_told(text, patterns, doubled, kind):
     async with Model(lambda read: f"{read}, {read}", texts=replace(ENGLISH, protect_with=(kind,))) as model:
         result = await model.answer(text, protect=(patterns,))
     assert (result.text, lost(text, result)) == (f"{text}, {text}", [doubled])
+
+
+async def test_another_attempt_that_finds_no_room_refuses_the_text(monkeypatch):
+    """What the first one came to would be an answer that depends on who else asks."""
+    submit, submitted = Engine.submit, []
+
+    def full(engine, request):
+        submitted.append(request)
+        if len(submitted) > 1:
+            raise OverloadedError("the queue is full", 1.0)
+        return submit(engine, request)
+
+    monkeypatch.setattr(Engine, "submit", full)
+    async with Model(lambda read: "nothing of it") as model:
+        with pytest.raises(OverloadedError):
+            await model.answer("a {x} b", protect=PATTERNS)
+    assert len(submitted) == 2
 
 
 async def test_lines_that_are_nothing_but_protected_never_reach_the_model():

@@ -120,6 +120,14 @@ def test_what_comes_not_at_all_or_twice_is_told(answer, expected, lost):
     assert (text, len(missing)) == (expected.format(*own), lost)
 
 
+def test_a_substitute_in_letters_that_are_equal_but_for_their_case_is_put_back():
+    """The long s is an s to an expression that ignores case."""
+    reading = Reading.of(" ".join("z" * len(CODES)), [(2 * i, 2 * i + 1) for i in range(len(CODES))], "code")
+    substitute = next(one for one in reading.text.split() if "S" in one)
+    text, _ = reading.restored(f"x {substitute.replace('S', 'ſ')} y")
+    assert text == "x z y"
+
+
 @pytest.mark.parametrize(
     ("text", "spans", "answer", "lost"),
     [
