@@ -146,10 +146,7 @@ def read_tokens(path: str) -> TokenSet:
     """Raises ConfigError."""
     try:
         entries = tomllib.loads(read_file(path, "tokens").decode("utf-8"))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also of endless digits, and brackets in brackets
+    except (ValueError, RecursionError) as error:  # also of endless digits, and of brackets in brackets
         where = f": {error}" if isinstance(error, tomllib.TOMLDecodeError) else ""
         raise ConfigError(f"tokens {path} is no TOML file in UTF-8{where}") from None
     if not entries or len(entries) > _MAX_TOKENS:
