@@ -145,8 +145,8 @@ class Reading:
         A blank is added where one would touch a letter, digit or brace.
         """
         originals = tuple(text[start:end] for start, end in spans)
-        lowered = text.lower()
-        free = [one for one in _SUBSTITUTES[kind] if one.lower() not in lowered]
+        lowered = text.casefold()
+        free = [one for one in _SUBSTITUTES[kind] if one.casefold() not in lowered]
         if len(free) < len(spans):
             return cls(text, tuple(spans), originals)
         parts: list[str] = []

@@ -64,7 +64,8 @@ class Segmenter:
             texts.split_sentences if split_sentences is None else split_sentences
         )
         kinds = PROTECTION_KINDS if texts is None else texts.protect_with
-        self._kinds = tuple(kind for kind in kinds if _is_usable(kind, source_tokenizer, target_tokenizer))
+        usable = tuple(kind for kind in kinds if _is_usable(kind, source_tokenizer, target_tokenizer))
+        self._kinds = usable or ("itself",)  # what has no substitute is read as it is, and told of where it is lost
         self._max_source_tokens = manifest.limits.max_source_tokens
         self._source_tokenizer = source_tokenizer
         self._resolver = resolver

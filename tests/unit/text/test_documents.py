@@ -231,6 +231,13 @@ async def test_a_doubled_span_is_told(text, patterns, doubled, kind):
     assert (result.text, lost(text, result)) == (f"{text}, {text}", [doubled])
 
 
+async def test_a_model_without_any_substitute_reads_the_text_as_it_is():
+    """It is answered all the same, and tells what it lost."""
+    async with Model(lambda read: "nothing of it", texts=replace(ENGLISH, protect_with=())) as model:
+        result = await model.answer("a {x} b", protect=PATTERNS)
+    assert result.text == "nothing of it" and lost("a {x} b", result) == ["{x}"]
+
+
 async def test_another_attempt_that_finds_no_room_refuses_the_text(monkeypatch):
     """What the first one came to would be an answer that depends on who else asks."""
     submit, submitted = Engine.submit, []
