@@ -168,6 +168,8 @@ async def test_versions_are_swapped_under_load_without_a_lost_or_mixed_request(t
             await running.server.reload()
             while version not in answered:
                 await asyncio.sleep(0)
+                for caller in callers:
+                    assert not caller.done() or caller.result()  # a fault of one is the test's, at once
         done = True
         await asyncio.gather(*callers)
         assert answered == {"1", "2", "3", "4"}

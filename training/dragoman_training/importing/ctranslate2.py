@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from dragoman_training.config import padded_vocab_size
 from dragoman_training.errors import ModelImportError
 from dragoman_training.importing.ct2_file import Floats, ModelFile, read_model_file
 from dragoman_training.importing.ct2_variables import Variables
@@ -85,12 +84,14 @@ def _imported(file: ModelFile, folder: Path, tokenizer: Path | None) -> Imported
             source.append(start)
     assert start is not None  # a reason to refuse the model
     config = model_config(shape, len(source), len(target))
-    for name, rows in (
-        ("source_embedding.weight", padded_vocab_size(len(source))),
-        *((name, padded_vocab_size(len(target))) for name in ("target_embedding.weight", "projection.weight")),
-        ("projection.bias", padded_vocab_size(len(target))),
+    appended = {"source": 0, "target": 0}
+    if zero_start:
+        appended = {"source": int(shape["tied_embeddings"] == "all"), "target": 1}
+    for name, side, tokens in (
+        ("source_embedding.weight", "source", source),
+        *((name, "target", target) for name in ("target_embedding.weight", "projection.weight", "projection.bias")),
     ):
-        weights[name] = with_rows(weights[name], rows)
+        weights[name] = with_rows(weights[name], len(tokens), name, appended[side])
     named = {words.unknown, words.start, words.end, start, *PADDING_TOKENS}
     specials = [[i for i, token in enumerate(tokens) if token in named] for tokens in (source, target)]
     tokenizers, notes = _tokenizers(folder, tokenizer, words, (source, target), specials)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dragoman_training.checkpoint import fill_weights, write_checkpoint
+from dragoman_training.checkpoint import write_checkpoint
 from dragoman_training.config import ModelConfig, ModelShape, padded_vocab_size
 from dragoman_training.errors import CheckpointError, ConfigError, ModelImportError
 from dragoman_training.folders import explained
@@ -51,9 +51,16 @@ def model_config(shape: Mapping[str, Any], source_tokens: int, target_tokens: in
         raise ModelImportError(f"the model has a shape that cannot be: {error}") from error
 
 
-def with_rows(values: Floats, rows: int) -> Floats:
-    """An array with rows of zeros behind its own: embeddings and biases of a vocabulary that is rounded up."""
-    return np.concatenate([values, np.zeros((rows - len(values), *values.shape[1:]), np.float32)])
+def with_rows(values: Floats, num_tokens: int, name: str, num_appended: int = 0) -> Floats:
+    """An array with rows of zeros behind its own: embeddings and biases of a vocabulary that is rounded up.
+
+    The last ``num_appended`` tokens are not the file's, and have rows of zeros too. Raises ``ModelImportError`` for an
+    array that has not a row for each of the others.
+    """
+    if len(values) != num_tokens - num_appended:
+        raise ModelImportError(f"{name} has {len(values)} rows for a vocabulary of {num_tokens - num_appended} tokens")
+    padding = padded_vocab_size(num_tokens) - len(values)
+    return np.concatenate([values, np.zeros((padding, *values.shape[1:]), np.float32)])
 
 
 def tied_embeddings(source: Floats, target: Floats, projection: Floats) -> str:
@@ -76,22 +83,37 @@ def padding_id(source_tokens: Sequence[str], target_tokens: Sequence[str]) -> in
     return 0
 
 
+def _fitting(imported: Imported) -> dict[str, torch.Tensor]:
+    """The weights of the model's parameters, each once.
+
+    Raises ``ModelImportError`` unless there is one of the right shape for each parameter, and none beside. No memory is
+    taken for what a file merely says.
+    """
+    with torch.device("meta"):
+        model = Transformer(imported.config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    if unknown := sorted(imported.weights.keys() - shapes.keys()):
+        raise ModelImportError(
+            f"the model has {unknown[0]}, for which its shape has no place: it does not fit together"
+        )
+    needed = [name for name, _ in model.named_parameters()]
+    for name in needed:
+        found = imported.weights[name].shape if name in imported.weights else None
+        if found != shapes[name]:
+            raise ModelImportError(f"weight {name} is {found or 'missing'}; the model's shape wants {shapes[name]}")
+    return {name: torch.from_numpy(imported.weights[name]) for name in needed}
+
+
 def write_checkpoint_of(imported: Imported, folder: Path) -> None:
     """Write a checkpoint folder, which appears complete or not at all.
 
     Raises ``ModelImportError`` for weights that are not finite or do not fit the shape, ``CheckpointError`` where the
     disk fails.
     """
-    weights = {name: torch.from_numpy(values) for name, values in imported.weights.items()}
-    model = Transformer(imported.config)
-    kept = {name: weights[name] for name, _ in model.named_parameters() if name in weights}
+    kept = _fitting(imported)
     for name, weight in kept.items():
         if not bool(torch.isfinite(weight).all()):
             raise ModelImportError(f"weight {name} has values that are no numbers: the model is damaged")
-    try:
-        fill_weights(model, kept, folder)
-    except CheckpointError as error:
-        raise ModelImportError(f"the model does not fit together: {error}") from error
     record = {
         "format": FORMAT,
         "model": asdict(imported.config),

@@ -23,7 +23,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from dragoman_training.config import padded_vocab_size
 from dragoman_training.errors import CheckpointError, ModelImportError
 from dragoman_training.importing.ct2_file import Floats
 from dragoman_training.importing.imported import (
@@ -142,13 +141,14 @@ def _imported(folder: Path, config: Mapping[str, Any], settings: Mapping[str, An
         ("projection.weight", target),
         ("projection.bias", target),
     ):
-        weights[name] = with_rows(weights[name], padded_vocab_size(len(tokens)))
+        weights[name] = with_rows(weights[name], len(tokens), name)
     special = _special_ids(config, settings, source, target)
     models = [_read_bytes(folder / f"{side}.spm") for side in ("source", "target")]
-    silent = {special.pad, special.eos, special.unk, special.decoder_start}
+    # By their names: two vocabularies may have them in different places.
+    silent = {UNKNOWN, END, *(target[i] for i in (special.pad, special.decoder_start) if i < len(target))}
     pair = [
         ListedSentencePieceTokenizer(
-            model, tokens, sorted(i for i in {*silent, tokens.index(UNKNOWN)} if i < len(tokens)), tokens.index(UNKNOWN)
+            model, tokens, [i for i, token in enumerate(tokens) if token in silent], tokens.index(UNKNOWN)
         )
         for model, tokens in zip(models, (source, target), strict=True)
     ]
