@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,13 @@ async def test_of_two_thousand_calls_at_once_as_many_are_answered_as_there_is_ro
     gate = running.gate()
     first = [asyncio.create_task(running.client.generate(text)) for text in texts[:8]]
     await gate.wait_reached()
+    deadline = time.monotonic() + 60
     while True:  # behind the first, or the first few, whose step stands still
         snapshot = running.model.engine.snapshot()
-        if snapshot.num_running + snapshot.num_waiting == 8:
+        num_inside = snapshot.num_running + snapshot.num_waiting
+        if num_inside == 8:
             break
+        assert time.monotonic() < deadline, f"of the first 8 calls {num_inside} are in the engine after 60 s"
         await running.client.model_info()
     second = running.gate()
     gate.open()
